@@ -123,6 +123,14 @@ def test_the_papers_policy_table_up_to_two_cells():
     assert different == [(9, 0.1), (7, 0.5)]
 
 
+def test_no_start_distribution_gives_the_papers_behaviour_column():
+    """RiverSwim: the returns at tau = 0.1 and 0.9 add up to more than 43 in every start state; the paper's to 14."""
+    P, R = riverswim()
+    policies = [np.eye(2)[expectile_value_iteration(P, R, tau, 0.9).argmax(-1)] for tau in (0.5, 0.1, 0.9)]
+    random_, optimal, seeking, averse = policy_value(P, R, np.stack([np.full((20, 2), 0.5), *policies]), 0.9)
+    assert ((seeking + averse - 2 * random_) / (optimal - random_)).min() > 0.43
+
+
 # ----- data
 def test_collected_data_follow_the_behaviour_policy():
     P, R = riverswim()

@@ -1,0 +1,185 @@
+"""All figures of the docs, from run folders and committed CSVs.
+
+    python docs/benchmark/figures.py                 every figure
+    python docs/benchmark/figures.py --only sets     one of them
+
+Run folders that a figure needs are made in runs/figures if they are not there: seconds each, same seed, same picture.
+"""
+
+import csv
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import tyro
+from scipy.spatial import ConvexHull
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from ersac_tabular import center, ellipsoid_radius, worst_case_box, worst_case_ellipsoid, worst_case_hull  # noqa: E402
+
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"  # colour-blind safe
+SETS = {"box": (GREEN, "box (SAC-N)"), "hull": (BLUE, "convex hull"), "ellipsoid": (ORANGE, "ellipsoid, υ = 0.9")}
+TAUS = {0.1: (ORANGE, "τ = 0.1, risk-seeking"), 0.5: (GREY, "τ = 0.5, neutral"), 0.9: (BLUE, "τ = 0.9, risk-averse")}
+plt.rcParams.update({"figure.dpi": 160, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.constrained_layout.use": True})
+
+
+@dataclass
+class Args:
+    only: str | None = None
+    """one figure: visitation, sets, curves or upsilon; None makes them all"""
+    out: str = str(ROOT / "docs" / "figures")
+    """folder for the pictures"""
+    runs: str = str(ROOT / "runs" / "figures")
+    """folder for the run folders that the pictures need"""
+
+
+def run_folders(runs, name, *flags):
+    """The finished run folders of the experiment `name`, made by ersac_tabular.py if they are missing."""
+    folders = sorted(Path(runs).glob(f"*__{name}__*"))
+    if not folders or not all((f / "result.json").exists() for f in folders):
+        command = [sys.executable, str(ROOT / "ersac_tabular.py"), "--exp-name", name, "--output-dir", runs]
+        subprocess.run([*command, *map(str, flags)], check=True)
+        folders = sorted(f for f in Path(runs).glob(f"*__{name}__*") if (f / "result.json").exists())
+    return folders
+
+
+def metrics(folder):
+    with open(folder / "metrics.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    return {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+
+
+def visitation(args):
+    """How often the behaviour policies visit each state and which action they take there, for the three risk levels."""
+    fig, axes = plt.subplots(2, 2, figsize=(7.5, 4.2), sharex="col")
+    for column, env in enumerate(("MachineReplacement", "RiverSwim")):
+        for i, (tau, (colour, label)) in enumerate(TAUS.items()):
+            flags = ("--env-id", env, "--expectile-tau", tau, "--dataset-size", 1000, "--total-updates", 1)
+            folders = run_folders(args.runs, f"visits-{env}-{tau}", *flags, "--num-seeds", 10, "--seed", 100)
+            visits = torch.stack([torch.load(f / "checkpoint.pt", weights_only=True)["visits"] for f in folders])
+            share = visits.sum((0, -1)) / visits.sum()  # [S, A]
+            states = np.arange(1, len(share) + 1)
+            axes[0, column].bar(states + 0.28 * (i - 1), share.sum(-1), 0.28, color=colour, label=label)
+            axes[1, column].plot(states, share[:, 1] / share.sum(-1), "o-", ms=3, lw=1, color=colour)
+        axes[0, column].set_title({"MachineReplacement": "Machine Replacement"}.get(env, env))
+        axes[1, column].set_ylim(-0.05, 1.05)
+        axes[1, column].set_xlabel("state")
+    axes[0, 0].set_ylabel("share of the data")
+    axes[1, 0].set_ylabel("share of action 1\n(replace / swim right)")
+    axes[0, 0].legend(fontsize=8)
+    fig.savefig(f"{args.out}/tabular_visitation.png")
+
+
+def draw_sets(ax, q, upsilon=0.9, sweep=21):
+    """Critics' points q [N, 2] of one state, the three sets, and q* of each as pi goes from action 0 to action 1."""
+    points = q.numpy()
+    ax.scatter(*points.T, s=5, color=GREY, label="critics", zorder=1)
+    low, high = points.min(0), points.max(0)
+    ax.plot(*np.array([low, (high[0], low[1]), high, (low[0], high[1]), low]).T, color=GREEN, lw=1.2)
+    corners = points[ConvexHull(points).vertices]
+    ax.plot(*np.vstack([corners, corners[:1]]).T, color=BLUE, lw=1.2)
+    mu, d = center(q[:, None])  # [1, 2], [1, 2, N]
+    angle = torch.linspace(0, 2 * torch.pi, 200, dtype=q.dtype)
+    factor = torch.linalg.cholesky(d[0] @ d[0].T / len(q))
+    ring = mu + ellipsoid_radius(d, upsilon) * torch.stack([angle.cos(), angle.sin()], -1) @ factor.T
+    ax.plot(*ring.T, color=ORANGE, lw=1.2)
+    p = torch.linspace(0.001, 0.999, sweep, dtype=q.dtype)
+    pi = torch.stack([1 - p, p], -1)  # [sweep, 2]
+    many = q[:, None].expand(-1, sweep, -1)
+    worst = {"box": worst_case_box(many, pi), "hull": worst_case_hull(many, pi)}
+    worst["ellipsoid"] = worst_case_ellipsoid(many, pi, upsilon)
+    for kind, q_star in worst.items():
+        ax.plot(*q_star.T, "x", color=SETS[kind][0], ms=6, mew=1.6, zorder=3, label=f"{SETS[kind][1]}: q*")
+
+
+def sets(args):
+    """Box, hull and ellipsoid at three states, early and late in training, with the worst case as the policy varies."""
+    fig, axes = plt.subplots(2, 3, figsize=(7.5, 5.0))
+    for row, updates in enumerate((1, 1000)):
+        flags = ("--env-id", "MachineReplacement", "--total-updates", updates, "--seed", 100)
+        (folder,) = run_folders(args.runs, f"sets-{updates}", *flags)
+        checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+        for ax, state in zip(axes[row], (0, 4, 9)):
+            draw_sets(ax, checkpoint["q"][:, state])
+            n = checkpoint["visits"].sum(-1)[state].int().tolist()
+            ax.set_title(f"state {state + 1}, update {updates}\nseen: run {n[0]}×, replace {n[1]}×", fontsize=8)
+            ax.set_xlabel("Q(s, run)", fontsize=8)
+        axes[row, 0].set_ylabel("Q(s, replace)", fontsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    fig.savefig(f"{args.out}/tabular_sets.png")
+
+
+def curves(args):
+    """Return and policy entropy during training, mean and standard error over ten seeds."""
+    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8))
+    for kind, (colour, label) in SETS.items():
+        flags = ("--uncertainty-set", kind, "--expectile-tau", 0.1, "--seed", 100, "--num-seeds", 10)
+        runs = [metrics(f) for f in run_folders(args.runs, f"curves-{kind}", *flags)]
+        for ax, name in zip(axes, ("eval/normalized_return", "charts/policy_entropy")):
+            y = np.stack([run[name] for run in runs])
+            mean, error = y.mean(0), y.std(0, ddof=1) / np.sqrt(len(y))
+            ax.plot(runs[0]["update"], mean, color=colour, label=label, lw=1.5)
+            ax.fill_between(runs[0]["update"], mean - error, mean + error, color=colour, alpha=0.2, lw=0)
+    for ax, title in zip(
+        axes, ("normalised return of the greedy policy", "policy entropy on the data's states (nats)")
+    ):
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel("update")
+    axes[1].set_yscale("log")
+    axes[0].legend(fontsize=8)
+    fig.savefig(f"{args.out}/tabular_curves.png")
+
+
+def upsilon(args):
+    """Return, lower-bound rate and coverage against upsilon, from docs/benchmark/tabular_upsilon.csv."""
+    with open(ROOT / "docs" / "benchmark" / "tabular_upsilon.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.7), sharex=True)
+    names = {"normalized_return": "normalised return", "lower_bound_rate": "states with ⟨π, q*⟩ ≤ true value"}
+    names |= {"coverage_rate": "states with true Q inside the set"}
+    for ax, (name, title) in zip(axes, names.items()):
+        for env, colour in (("MachineReplacement", PURPLE), ("RiverSwim", BLUE)):
+            levels = sorted({float(row["upsilon"]) for row in rows})
+            per_seed = {
+                (level, seed): np.mean(
+                    [
+                        float(r[name])
+                        for r in rows
+                        if (r["env_id"], float(r["upsilon"]), r["seed"]) == (env, level, seed)
+                    ]
+                )
+                for level in levels
+                for seed in sorted({r["seed"] for r in rows})
+            }  # mean over the three taus
+            y = np.array([[v for (level, _), v in per_seed.items() if level == l] for l in levels])  # [levels, seeds]
+            error = y.std(-1, ddof=1) / np.sqrt(y.shape[-1])
+            ax.errorbar(levels, y.mean(-1), error, color=colour, marker="o", ms=3, lw=1.2, label=env)
+        ax.set_title(title, fontsize=8.5)
+        ax.set_xlabel("υ, share of critics in the ellipsoid", fontsize=8)
+    axes[1].plot([0, 1], [1, 1], ":", color=GREY, lw=1)
+    axes[2].plot([0, 1], [0, 1], ":", color=GREY, lw=1, label="coverage = υ")
+    for ax in axes[1:]:
+        ax.set_ylim(-0.05, 1.05)
+    axes[2].legend(fontsize=7)
+    fig.savefig(f"{args.out}/tabular_upsilon.png")
+
+
+FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon}
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    if args.only not in (None, *FIGURES):
+        sys.exit(f"--only {args.only}: there is no such figure; choose one of {', '.join(FIGURES)}.")
+    for name, figure in FIGURES.items():
+        if args.only in (None, name):
+            figure(args)
+            print(f"{name} done")

@@ -1,0 +1,194 @@
+"""Committed CSVs to the tables of the docs, byte for byte.
+
+    python docs/benchmark/report.py
+
+Every table stands in a page between `<!-- table: NAME -->` and `<!-- end -->`; this command rewrites what is between.
+An interval is the mean over seeds plus-minus a 90 % Student-t interval; each seed is averaged over the taus first.
+The paper's own numbers are in docs/benchmark/paper_*.csv.
+"""
+
+import csv
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from scipy import stats
+
+DOCS = Path(__file__).resolve().parents[1]
+METHODS = {("box", None): "SAC-N", ("hull", None): "CH-N", ("ellipsoid", 1.0): "Ell-N", ("ellipsoid", 0.9): "Ell_0.9-N"}
+ENVS, TAUS = ("MachineReplacement", "RiverSwim"), (0.1, 0.5, 0.9)
+
+
+@dataclass
+class Args:
+    csvs: str = str(DOCS / "benchmark")
+    """folder with the CSVs"""
+    docs: str = str(DOCS)
+    """folder with the pages"""
+
+
+def load(path):
+    """Rows of a CSV with numbers as numbers and the method's name; nothing if the file is not there yet."""
+    if not Path(path).exists():
+        return []
+    with open(path, newline="") as f:
+        rows = [{k: number(v) for k, v in row.items()} for row in csv.DictReader(f)]
+    for row in rows:
+        kind = row.get("uncertainty_set")
+        row["method"] = METHODS.get((kind, row["upsilon"] if kind == "ellipsoid" else None))
+    return rows
+
+
+def number(text):
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def per_seed(rows, column, **where):
+    """The column of the chosen rows, averaged within each seed, in the order of the seeds."""
+    chosen = [row for row in rows if all(row[k] == v for k, v in where.items())]
+    return np.array(
+        [np.mean([r[column] for r in chosen if r["seed"] == s]) for s in sorted({r["seed"] for r in chosen})]
+    )
+
+
+def interval(x, digits=0):
+    """mean ± half width of the 90 % interval of the mean"""
+    half = stats.t.ppf(0.95, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else float("nan")
+    return f"{x.mean():.{digits}f} ± {half:.{digits}f}"
+
+
+def marked(cells):
+    """Bold for the best and underline for the worst mean, if it is ahead of (behind) all others by 1 or more."""
+    means = [float(cell.split(" ±")[0]) for cell in cells]
+    order = np.argsort(means)
+    if means[order[-1]] - means[order[-2]] >= 1:
+        cells[order[-1]] = f"**{cells[order[-1]]}**"
+    if means[order[1]] - means[order[0]] >= 1:
+        cells[order[0]] = f"<u>{cells[order[0]]}</u>"
+    return cells
+
+
+def markdown(header, rows):
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
+    return "\n".join(lines)
+
+
+def paper_grid(rows, paper, column="normalized_return", taus=False):
+    """The paper's table beside ours: our mean ± interval and in brackets the paper's mean."""
+    table = []
+    for env in ENVS:
+        for size in (10, 100, 1000):
+            for tau in TAUS if taus else ("all",):
+                where = {"env_id": env, "dataset_size": size} | ({"expectile_tau": tau} if taus else {})
+                cells = marked([interval(per_seed(rows, column, method=m, **where)) for m in METHODS.values()])
+                (theirs,) = [
+                    r for r in paper if (r["env_id"], r["dataset_size"], r["expectile_tau"]) == (env, size, tau)
+                ]
+                cells = [f"{cell} ({theirs[m]})" for cell, m in zip(cells, METHODS.values())]
+                behaviour = per_seed(rows, "behaviour_normalized_return", method="SAC-N", **where).mean()
+                support = interval(per_seed(rows, "support_optimum", method="SAC-N", **where))
+                label = [env, f"{size}×", *([tau] if taus else [])]
+                table.append([*label, *cells, support, f"{behaviour:.0f} ({theirs['behaviour']})"])
+    header = ["MDP", "data", *(["τ"] if taus else []), *METHODS.values(), "best policy on the data's support"]
+    return markdown([*header, "behaviour policy"], table)
+
+
+def differences(rows, column="normalized_return"):
+    """Paired by seed (same data, resamples and initial tables): method minus SAC-N."""
+    table = []
+    for env in ENVS:
+        for size in (10, 100, 1000):
+            box = per_seed(rows, column, env_id=env, dataset_size=size, method="SAC-N")
+            cells = []
+            for method in list(METHODS.values())[1:]:
+                gain = per_seed(rows, column, env_id=env, dataset_size=size, method=method) - box
+                cells.append(f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})")
+            table.append([env, f"{size}×", *cells])
+    return markdown(["MDP", "data", *(f"{m} − SAC-N" for m in list(METHODS.values())[1:])], table)
+
+
+def by_evaluation(rows):
+    """The four exact evaluations at 10×: greedy or stochastic policy, uniform start or state 1."""
+    columns = {
+        "normalized_return": "greedy, uniform start",
+        "normalized_return_stochastic": "stochastic, uniform start",
+        "normalized_return_state1": "greedy, state 1",
+        "normalized_return_stochastic_state1": "stochastic, state 1",
+    }
+    table = []
+    for env in ENVS:
+        for column, label in columns.items():
+            cells = [interval(per_seed(rows, column, env_id=env, dataset_size=10, method=m)) for m in METHODS.values()]
+            table.append([env, label, *cells])
+    return markdown(["MDP, 10×", "evaluation", *METHODS.values()], table)
+
+
+def no_bootstrap(rows):
+    """Every critic sees the same data: distance to the best policy on the data's support."""
+    table = []
+    for env in ENVS:
+        for tau in TAUS:
+            where = {"env_id": env, "expectile_tau": tau}
+            cells = [interval(per_seed(rows, "normalized_return", method=m, **where), 1) for m in METHODS.values()]
+            table.append([env, tau, *cells, interval(per_seed(rows, "support_optimum", method="SAC-N", **where), 1)])
+        cells = [per_seed(rows, "normalized_return", env_id=env, method=m) for m in METHODS.values()]
+        support = per_seed(rows, "support_optimum", env_id=env, method="SAC-N")
+        table.append([env, "mean", *(interval(c, 1) for c in cells), interval(support, 1)])
+    return markdown(["MDP, 10×", "τ", *METHODS.values(), "best policy on the data's support"], table)
+
+
+def tuning(rows):
+    """All settings tried before the defaults were fixed, on seeds 0 to 9, mean over the taus at 10×."""
+    table = []
+    changes = sorted({re.sub(r".*--upsilon \S+ ", "", row["arguments"]) for row in rows}, key=str)
+    for change in changes:
+        for env in ENVS:
+            chosen = [r for r in rows if r["arguments"].endswith(change) and r["env_id"] == env]
+            cells = [interval(per_seed(chosen, "normalized_return", method=m)) for m in METHODS.values()]
+            table.append([f"`{change}`", env, *cells])
+    return markdown(["changed from the defaults", "MDP", *METHODS.values()], table)
+
+
+def tables(folder):
+    """Every table by name. A table whose CSV is missing is left out."""
+    folder = Path(folder)
+    paper, same = load(folder / "tabular_paper.csv"), load(folder / "tabular_no_bootstrap.csv")
+    tried, theirs = load(folder / "tabular_tuning.csv"), load(DOCS / "benchmark" / "paper_tabular.csv")
+    made = {}
+    if paper:
+        made["tabular_aggregated"] = paper_grid(paper, theirs)
+        made["tabular_detailed"] = paper_grid(paper, theirs, taus=True)
+        made["tabular_differences"] = differences(paper)
+        made["tabular_evaluations"] = by_evaluation(paper)
+    if same:
+        made["tabular_no_bootstrap"] = no_bootstrap(same)
+    if tried:
+        made["tabular_tuning"] = tuning(tried)
+    return made
+
+
+def fill(page, made):
+    """The page with what stands between the markers of each table replaced."""
+    for name, table in made.items():
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        page = re.sub(pattern, lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page, flags=re.S)
+    return page
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    made = tables(args.csvs)
+    for path in sorted(Path(args.docs).rglob("*.md")):
+        page = path.read_text()
+        unknown = set(re.findall(r"<!-- table: (tabular_\w+) -->", page)) - set(made)
+        if unknown:
+            sys.exit(f"{path}: no CSV for {', '.join(sorted(unknown))}; run docs/benchmark/tabular.py first.")
+        if fill(page, made) != page:
+            path.write_text(fill(page, made))
+            print(f"{path.name} rewritten")
