@@ -400,7 +400,8 @@ if __name__ == "__main__":
     q = torch.tensor(q)  # [N, K, S, A]
     q_target = q.clone()
     logits = torch.zeros(K, S, A, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=args.policy_lr)
+    # a nearly deterministic softmax has tiny gradients; with eps above them Adam could never change the actor's mind
+    optimizer = torch.optim.Adam([logits], lr=args.policy_lr, eps=1e-30)
     worst_case = {
         "box": worst_case_box,
         "hull": worst_case_hull,

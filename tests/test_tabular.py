@@ -228,7 +228,7 @@ def plain_ersac(env_id, visits, resamples, q, kind, upsilon, updates, alpha=0.01
             jacobian = np.diag(pi[s]) - np.outer(pi[s], pi[s])
             gradient[s] = visits[s].sum() / visits.sum() * jacobian @ slope
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
-        logits -= 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        logits -= 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-30)
         target += polyak * (q - target)
     return q, target, logits
 
