@@ -190,21 +190,22 @@ def worst_case_hull(q, pi):
 
 
 def center(q):
-    """Mean of the samples, [B, A], and their deviations from it, samples last, [B, A, N]."""
-    d = (q - q[0]).permute(1, 2, 0).contiguous()  # measured from sample 0, so that identical critics deviate by 0
+    """Mean of the samples, [B, A], and their deviations from it, samples last, [B, A, N]; in double precision."""
+    d = (
+        (q - q[0]).double().permute(1, 2, 0).contiguous()
+    )  # from sample 0, so that identical critics deviate by exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
     """Squared distances x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]."""
-    scale = d.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(d.dtype).tiny)  # [B, 1, 1]
-    ridge = 1e-10 if d.dtype == torch.float32 else 1e-12  # of trace / A: a collapsed direction counts for nothing
-    x, d = (x / scale).double(), (d / scale).double()
+    x, d = x.double(), d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
+    trace = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    trace = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # [B, 1, 1]
-    cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * trace * eye + torch.finfo(d.dtype).tiny * eye)
+    ridge = 1e-12 * trace + torch.finfo(d.dtype).tiny  # a direction without spread counts for nothing
+    cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
 
@@ -213,18 +214,17 @@ def ellipsoid_radius(d, upsilon):
     """The smallest radius whose ellipsoid holds a share upsilon of the samples with deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
     k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
-    return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt().to(d.dtype)
+    return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
 def worst_case_ellipsoid(q, pi, upsilon):
     """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi), with v_n = <pi, q_n - mu> and no matrix Sigma."""
     mu, d = center(q)  # [B, A], [B, A, N]
-    v = pi[:, None] @ d  # [B, 1, N]
-    tiny = torch.finfo(q.dtype).tiny
-    v = v / v.abs().amax(-1, keepdim=True).clamp(min=tiny)  # the scale of v cancels below; its squares stay in range
-    norm = v.square().mean(-1).sqrt().clamp(min=tiny)  # [B, 1]; 0 only where pi' Sigma pi = 0, and there q* = mu
-    sigma_pi = (d @ v.mT)[..., 0] / q.shape[0] / norm  # Sigma pi / sqrt(pi' Sigma pi), [B, A]
-    return mu - ellipsoid_radius(d, upsilon)[:, None] * sigma_pi  # [B, A]
+    v = pi[:, None].double() @ d  # [B, 1, N]
+    norm = v.square().mean(-1).sqrt()  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
+    sigma_pi = (d @ v.mT)[..., 0] / q.shape[0]  # [B, A]
+    shift = ellipsoid_radius(d, upsilon)[:, None] * sigma_pi / norm.clamp(min=torch.finfo(d.dtype).tiny)
+    return (mu - shift).to(q.dtype)  # [B, A]
 
 
 def inside(x, q, uncertainty_set, upsilon):
