@@ -312,6 +312,20 @@ def append_rows(folder, rows):
         writer.writerows(rows)
 
 
+def open_run_folder(folder, args, rows):
+    """Make the run folder, or cut the metrics of the one to resume back to the checkpoint's rows."""
+    try:
+        os.makedirs(folder, exist_ok=bool(args.resume))
+        if not args.eval_only:
+            write_file(folder, "args.json", json.dumps(asdict(replace(args, resume=None)), indent=2).encode())
+            write_file(folder, "metrics.csv", b"")
+            append_rows(folder, rows)
+    except FileExistsError:
+        sys.exit(f"{folder} exists: a run of this name started in this second; choose another --exp-name.")
+    except OSError as error:
+        sys.exit(f"{folder}: cannot write there ({error.strerror}); choose another --output-dir.")
+
+
 def load_checkpoint(folder, script):
     """The checkpoint of a run folder, or one line on why there is none. weights_only: a stranger's code never runs."""
     path = os.path.join(folder, "checkpoint.pt")
@@ -425,17 +439,7 @@ if __name__ == "__main__":
         logits.data.copy_(checkpoint["logits"])
         optimizer.state[logits] = checkpoint["adam"]
     for folder, k, history in zip(folders, seeds, rows):
-        try:
-            os.makedirs(folder, exist_ok=bool(checkpoint))
-            if not args.eval_only:
-                own_args = asdict(replace(args, seed=k, num_seeds=1, resume=None))
-                write_file(folder, "args.json", json.dumps(own_args, indent=2).encode())
-                write_file(folder, "metrics.csv", b"")  # rows after the checkpoint are made again
-                append_rows(folder, history)
-        except FileExistsError:
-            sys.exit(f"{folder} exists: a run of this name started in this second; choose another --exp-name.")
-        except OSError as error:
-            sys.exit(f"{folder}: cannot write there ({error.strerror}); choose another --output-dir.")
+        open_run_folder(folder, replace(args, seed=k, num_seeds=1), history)
     tracks = [start_tracking(args, os.path.basename(folder), f"{args.env_id} {method}") for folder in folders]
 
     def save_checkpoints(update):

@@ -1,14 +1,21 @@
 """Running a script inside the test process: many small runs without paying for an interpreter each."""
 
+import csv
 import json
+import os
 import runpy
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
+import minari
+import numpy as np
 import pytest
 import torch
+from minari.data_collector import EpisodeBuffer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,6 +29,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
         before = set(tmp_path.glob("runs/*"))
         handler, threads, code = signal.getsignal(signal.SIGINT), torch.get_num_threads(), 0
+        torch.set_num_threads(1)
         capsys.readouterr()
         try:
             runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
@@ -39,6 +47,13 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
+def untimed(text):
+    """Lines of metrics.csv without the column that holds the speed."""
+    rows = list(csv.reader(text.splitlines()))
+    timing = rows[0].index("charts/updates_per_second") if rows else 0
+    return [",".join(row[:timing] + row[timing + 1 :]) for row in rows]
+
+
 @pytest.fixture
 def load():
     """What a run folder holds: result, arguments, checkpoint and the metrics as text without the timing column."""
@@ -48,7 +63,56 @@ def load():
             result=json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None,
             args=json.loads((folder / "args.json").read_text()),
             checkpoint=torch.load(folder / "checkpoint.pt", weights_only=True),
-            metrics=[line.rsplit(",", 1)[0] for line in (folder / "metrics.csv").read_text().splitlines()],
+            metrics=untimed((folder / "metrics.csv").read_text()),
         )
 
     return read
+
+
+def cartpole_episodes(steps, seed):
+    """CartPole under a simple balancing rule with 20 % random actions, exactly `steps` transitions."""
+    env, rng, episodes = gym.make("CartPole-v1"), np.random.default_rng(seed), []
+    while steps > 0:
+        obs, _ = env.reset(seed=int(rng.integers(2**31)))
+        episode = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
+        episode["observations"].append(obs)
+        done = False
+        while not done and steps > 0:
+            action = int(rng.integers(2)) if rng.random() < 0.2 else int(obs[2] + obs[3] > 0)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            steps, done = steps - 1, terminated or truncated
+            for name, value in zip(episode, (obs, action, reward, terminated, truncated or (steps == 0 and not done))):
+                episode[name].append(value)
+        episodes.append(episode)
+    return env, episodes
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """A folder of small Minari data sets: test/cartpole-v0 and some that the scripts must refuse."""
+    folder = tmp_path_factory.mktemp("minari")
+    before = os.environ.get("MINARI_DATASETS_PATH")
+    os.environ["MINARI_DATASETS_PATH"] = str(folder)
+    env, episodes = cartpole_episodes(3000, 0)
+
+    def store(name, episodes, env, **spaces):
+        buffers = [EpisodeBuffer(id=i, **{k: np.array(v) for k, v in e.items()}) for i, e in enumerate(episodes)]
+        with warnings.catch_warnings(action="ignore"):
+            minari.create_dataset_from_buffers(name, buffers, env=env, **spaces)
+
+    store("test/cartpole-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
+    store("ersac/cartpole/tau50-3k-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
+    broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
+    store("test/nan-v0", broken, env)
+    pendulum = gym.make("Pendulum-v1")
+    moves = [dict(e, observations=np.zeros((len(e["actions"]) + 1, 3), np.float32)) for e in episodes[:2]]
+    moves = [dict(e, actions=np.zeros((len(e["actions"]), 1), np.float32)) for e in moves]
+    store("test/pendulum-v0", moves, pendulum)
+    lake = gym.make("FrozenLake-v1")
+    cells = [dict(e, observations=np.zeros(len(e["actions"]) + 1, np.int64)) for e in episodes[:2]]
+    store("test/lake-v0", cells, lake)
+    yield folder
+    if before is None:
+        os.environ.pop("MINARI_DATASETS_PATH")
+    else:
+        os.environ["MINARI_DATASETS_PATH"] = before

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 
-from ersac_tabular import ellipsoid_radius, inside, mahalanobis, worst_case_box, worst_case_ellipsoid, worst_case_hull
+from ersac_tabular import (
+    center,
+    ellipsoid_radius,
+    inside,
+    mahalanobis,
+    worst_case_box,
+    worst_case_ellipsoid,
+    worst_case_hull,
+)
 
 DTYPES = (torch.float32, torch.float64)
 KINDS = ("gaussian", "correlated", "scaled", "offset", "tiny", "duplicates")
@@ -114,15 +122,14 @@ def test_ellipsoid_solves_its_convex_program(kind, dtype):
 def test_radius_covers_the_share_upsilon_of_the_samples(dtype):
     rng = np.random.default_rng(2)
     for N in (1, 2, 7, 10, 30, 100):
-        q = torch.tensor(rng.normal(size=(N, 5, 2)), dtype=dtype)
-        d = (q - q.mean(0)).permute(1, 2, 0)
+        _, d = center(torch.tensor(rng.normal(size=(N, 5, 2)), dtype=dtype))
         for k in range(1, N + 1):
             radius2 = ellipsoid_radius(d, k / N).square()
             held = (mahalanobis(d, d) <= radius2[:, None] * (1 + 1e-5)).sum(-1)
             assert (held >= k).all() and (N <= 3 or (held == k).all())  # for N <= 3 distances tie
     # 0.1 * 30 = 3.0000000000000004 must still mean the third smallest
-    d = torch.tensor(rng.normal(size=(1, 2, 30)), dtype=dtype)
-    assert ellipsoid_radius(d, 0.1) == mahalanobis(d, d).sort().values[0, 2].sqrt().to(dtype)
+    _, d = center(torch.tensor(rng.normal(size=(30, 1, 2)), dtype=dtype))
+    assert ellipsoid_radius(d, 0.1) == mahalanobis(d, d).sort().values[0, 2].sqrt()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,10 +149,10 @@ def test_no_more_critics_than_actions(dtype):
     """N points in general position span N - 1 dimensions; there all of them lie at the squared distance N - 1."""
     rng = np.random.default_rng(4)
     for N, A in [(2, 2), (2, 4), (3, 4), (4, 4), (5, 18), (10, 18), (18, 18)]:
-        d = torch.tensor(rng.normal(size=(20, A, N)), dtype=dtype)
-        d = d - d.mean(-1, keepdim=True)
+        q, pi = torch.tensor(rng.normal(size=(N, 20, A)), dtype=dtype), torch.tensor(policy("random", 20, A, rng))
+        mu, d = center(q)
         assert mahalanobis(d, d).numpy() == pytest.approx(N - 1, rel=0.01)
-        q, pi = d.permute(2, 0, 1), torch.tensor(policy("random", 20, A, rng), dtype=dtype)
+        q, pi = q - mu.to(dtype), pi.to(dtype)
         for upsilon in (0.1, 0.9, 1.0):
             value = (pi * worst_case_ellipsoid(q, pi, upsilon)).sum(-1)
             sd = torch.einsum("nba,ba->nb", q, pi).std(0, correction=0)
@@ -162,8 +169,7 @@ def test_collapsed_direction_neither_explodes_nor_sets_the_radius(dtype):
         q = torch.tensor(q, dtype=dtype)
         alone = q[..., 0].double()
         z = ((alone - alone.mean(0)) / alone.std(0, correction=0)).square().sort(0).values[89].sqrt()
-        d = (q - q.mean(0)).permute(1, 2, 0)
-        assert ellipsoid_radius(d, 0.9).double().numpy() == pytest.approx(z.numpy(), rel=0.02)
+        assert ellipsoid_radius(center(q)[1], 0.9).numpy() == pytest.approx(z.numpy(), rel=0.02)
         for kind in PIS:
             pi = torch.tensor(policy(kind, 8, 2, rng), dtype=dtype)
             q_star = worst_case_ellipsoid(q, pi, 0.9)
