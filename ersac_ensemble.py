@@ -232,9 +232,7 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, samples last, [B, A, N]; in double precision."""
-    d = (
-        (q - q[0]).double().permute(1, 2, 0).contiguous()
-    )  # from sample 0, so that identical critics deviate by exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # from sample 0: identical critics deviate by exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
@@ -423,7 +421,8 @@ if __name__ == "__main__":
         obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
     obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std  # [|D|, D]
     known = returns.isfinite()  # transitions whose return was seen to its end
-    rms = returns[known].square().mean().sqrt().item() if known.any() else reward.square().mean().sqrt().item()
+    sizes = returns[known] if known.any() else reward / (1 - args.gamma)  # no episode ended: as if rewards went on
+    rms = sizes.square().mean().sqrt().item()
     reward_scale = args.return_scale / max(rms, 1e-8) if args.return_scale else 1.0
     reward, returns = reward * reward_scale, returns * reward_scale
     data = [x.to(device) for x in (obs, action, reward, next_obs, terminated)]

@@ -191,9 +191,7 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, samples last, [B, A, N]; in double precision."""
-    d = (
-        (q - q[0]).double().permute(1, 2, 0).contiguous()
-    )  # from sample 0, so that identical critics deviate by exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # from sample 0: identical critics deviate by exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
