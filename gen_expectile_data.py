@@ -471,7 +471,7 @@ if __name__ == "__main__":
         ("dataset_size hidden_dim eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
         ("start_steps finish_steps", lambda x: x is None or x >= 1, "at least 1"),
         ("num_resamples", lambda x: x >= 2, "at least 2"),
-        ("seed", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+        ("seed", lambda x: 0 <= x < 2**32, "at least 0 and below 2^32"),
         ("policy_lr reward_scale", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("floor", lambda x: x is None or math.isfinite(x), "finite"),
         ("expectile_tau", lambda x: 0 < x < 1, "above 0 and below 1; 0.5 is risk-neutral"),
@@ -518,13 +518,15 @@ if __name__ == "__main__":
         sys.exit(0)
 
     # their policies, the neutral one for reference, the start of all (tau None): at hand, or to be trained
-    policies, plan = checkpoint["policies"] if checkpoint else {}, []
+    state = checkpoint or {"policies": {}, "rows": [], "current": {}}
+    policies, rows, current, plan = state["policies"], state["rows"], state["current"], []
     policy_dir = args.policy_dir or os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
     shaping = "env_id epsilon estimator num_resamples start_steps finish_steps hidden_dim policy_lr gamma reward_scale"
     shaping = {key: getattr(args, key) for key in shaping.split()}  # with the seed, all that a policy depends on
     for tau in [None, 0.5, *sorted({tau for tau, _, _ in jobs} - {0.5})][tabular:]:
-        path = os.path.join(policy_dir, f"{env_name}-{names[tau]}", "policy.pt")
-        if tau not in policies and (args.retrain or tabular or not os.path.exists(path)):
+        name = names[tau] = f"{env_name}-{names[tau]}"
+        path = os.path.join(policy_dir, name, "policy.pt")
+        if tau not in policies and (args.retrain or tabular or current.get("name") == name or not os.path.exists(path)):
             plan.append(tau)
         elif tau not in policies:
             try:
@@ -537,11 +539,8 @@ if __name__ == "__main__":
     plan = [tau for tau in plan if plan != [None]]
 
     # run folder, new or as the checkpoint left it
-    rows, current = (checkpoint["rows"], checkpoint["current"]) if checkpoint else ([], {})
-    folder = os.path.join(
-        args.output_dir, f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    )
-    folder = os.path.normpath(args.resume) if checkpoint else folder
+    run_name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    folder = os.path.normpath(args.resume or os.path.join(args.output_dir, run_name))
     keep_in = [folder] if args.retrain or tabular or not plan else [folder, policy_dir]
     try:
         os.makedirs(folder, exist_ok=bool(checkpoint))
@@ -563,7 +562,7 @@ if __name__ == "__main__":
 
     save_checkpoint(current)
     stopped = f"Stopped. To go on from the last checkpoint: python gen_expectile_data.py --resume {folder}"
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(stopped))
+    signal.signal(signal.SIGINT, lambda *_: print(stopped) or sys.exit(130))
     random_return = episode_returns(env, None, args.eval_episodes, [args.seed, 1]).mean().item() if plan else 0.0
     floor = {"CartPole-v1": 475, "LunarLander-v3": 220}.get(args.env_id, env.spec.reward_threshold)
     floor = next(x for x in (args.floor, floor, random_return) if x is not None)
@@ -575,11 +574,11 @@ if __name__ == "__main__":
             best = expectile_value_iteration(P, R, tau, args.gamma).argmax(-1)  # [S]
             actor = nn.Linear(D, A, bias=False)
             actor.weight.data = 1e3 * torch.eye(A)[best].T  # [A, S]
-            returns = episode_returns(env, actor, args.eval_episodes, [args.seed, 4])
-            policies[tau] = {"args": shaping, "actor": actor.state_dict(), "random_return": random_return}
-            policies[tau]["greedy_return"] = returns.mean().item()
+            score = episode_returns(env, actor, args.eval_episodes, [args.seed, 4]).mean().item()
+            policies[tau] = {"args": shaping, "actor": actor.state_dict()}
+            policies[tau] |= {"random_return": random_return, "greedy_return": score}
             continue
-        name, resampling = f"{env_name}-{names[tau]}", tau is not None and args.estimator == "resample"
+        name, resampling = names[tau], tau is not None and args.estimator == "resample"
         print(f"{name}: " + (f"training with expectile {tau}" if tau else "training the neutral start of all taus"))
         torch.manual_seed(args.seed)
         actor, critic = network(D, A, args.hidden_dim, 0.01), network(D, 1 + A, args.hidden_dim, 1.0)
@@ -590,7 +589,7 @@ if __name__ == "__main__":
             actor.load_state_dict(policies[None]["actor"])
             critic.load_state_dict(policies[None]["critic"])
         optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], step, eps=1e-5)
-        generator, recent, first = torch.Generator().manual_seed(args.seed), [], 0
+        generator, recent, first, score = torch.Generator().manual_seed(args.seed), [], 0, -math.inf
         sims, twin = [Simulator(args.env_id) for _ in range(16)], behaviour_env(args.env_id)
         places = [(torch.randint(2**31, (1,), generator=generator).item(), ()) for _ in sims]
         if current.get("name") == name:
@@ -619,22 +618,22 @@ if __name__ == "__main__":
             rows[-1]["charts/steps_per_second"] = 256 * len(sims) / (time.time() - started)
             append_rows(folder, rows[-1:])
             if track:
-                track.log(rows[-1])
+                track.log(rows[-1], step=len(rows))
             bar.set_postfix_str(f"return={episode_return:.1f}, length={length:.0f}", refresh=False)
+            if (i + 1) % per_round == 0:  # a bad policy is never stored: train on, or give up with a word
+                score = episode_returns(env, actor, args.eval_episodes, [args.seed, 4, i]).mean().item()
+                tqdm.write(f"{name}: greedy return {score:.1f}, the floor is {floor:g}")
+                if score >= floor:
+                    break
             if (i + 1) % args.checkpoint_interval == 0:
                 state = {"name": name, "rollout": i + 1, "recent": recent, "generator": generator.get_state()}
                 state["parts"] = [part.state_dict() for part in (actor, critic, optimizer)]
                 save_checkpoint(state | {"places": [(sim.seed, sim.actions) for sim in sims]})
-            if (i + 1) % per_round == 0:  # a bad policy is never stored: train on, or give up with a word
-                returns = episode_returns(env, actor, args.eval_episodes, [args.seed, 4, i])
-                tqdm.write(f"{name}: greedy return {returns.mean():.1f}, the floor is {floor:g}")
-                if returns.mean() >= floor:
-                    break
         bar.close()
-        if returns.mean() < floor:
+        if score < floor:
             sys.exit(f"{name}: below the floor {floor:g} after three rounds, so nothing is stored; try another --seed.")
         policies[tau] = {"args": {"seed": args.seed} | shaping, "actor": actor.state_dict()}
-        policies[tau] |= {"random_return": random_return, "greedy_return": returns.mean().item()}
+        policies[tau] |= {"random_return": random_return, "greedy_return": score}
         policies[tau] |= {} if tau else {"critic": critic.state_dict()}
         torch.save(policies[tau], buffer := io.BytesIO())
         for place in (os.path.join(place, name) for place in keep_in):
@@ -657,9 +656,7 @@ if __name__ == "__main__":
         actor.load_state_dict(policy["actor"])
         episodes = collect_episodes(env, actor, args, size)
         description = f"Behaviour policy: dynamic expectiles, tau {tau} (0.1 seeks risk, 0.9 avoids it), greedy return "
-        description += (
-            f"{policy['greedy_return']:.1f}, trained with {policy['args']}. Actions: executed ones, random with "
-        )
+        description += f"{policy['greedy_return']:.1f}, training {policy['args']}. Executed actions, random ones with "
         description += f"probability {args.epsilon}; share of a random policy {args.random_fraction}; seed {args.seed}."
         store_dataset(dataset_id, episodes, env, args.overwrite, description=description, **metadata)
         mean = np.mean([episode["rewards"].sum() for episode in episodes]).item()
