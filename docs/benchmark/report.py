@@ -95,7 +95,7 @@ def paper_grid(rows, paper, column="normalized_return", taus=False):
                 support = interval(per_seed(rows, "support_optimum", method="SAC-N", **where))
                 label = [env, f"{size}×", *([tau] if taus else [])]
                 table.append([*label, *cells, support, f"{behaviour:.0f} ({theirs['behaviour']})"])
-    header = ["MDP", "data", *(["τ"] if taus else []), *METHODS.values(), "best policy on the data's support"]
+    header = ["MDP", "data", *(["τ"] if taus else []), *METHODS.values(), "optimum over the data's support"]
     return markdown([*header, "behaviour policy"], table)
 
 
@@ -130,17 +130,35 @@ def by_evaluation(rows):
 
 
 def no_bootstrap(rows):
-    """Every critic sees the same data: distance to the best policy on the data's support."""
+    """Every critic sees the same data: distance to the optimum over the data's support, for two initial tables."""
+    table = []
+    for prior, label in ((True, "below all attainable values"), (False, "all attainable values")):
+        for env in ENVS:
+            chosen = [r for r in rows if ("--prior" in r["arguments"]) == prior and r["env_id"] == env]
+            for tau in (*TAUS, None) if chosen else ():
+                where = {"expectile_tau": tau} if tau else {}
+                cells = [
+                    interval(per_seed(chosen, "normalized_return", method=m, **where), 1) for m in METHODS.values()
+                ]
+                cells.append(interval(per_seed(chosen, "support_optimum", method="SAC-N", **where), 1))
+                table.append([label, env, tau or "mean", *cells])
+    return markdown(["initial tables", "MDP, 10×", "τ", *METHODS.values(), "optimum over the data's support"], table)
+
+
+def rates(rows):
+    """How often the set keeps its promise at 10x: states with a valid lower bound, states with the truth inside."""
     table = []
     for env in ENVS:
-        for tau in TAUS:
-            where = {"env_id": env, "expectile_tau": tau}
-            cells = [interval(per_seed(rows, "normalized_return", method=m, **where), 1) for m in METHODS.values()]
-            table.append([env, tau, *cells, interval(per_seed(rows, "support_optimum", method="SAC-N", **where), 1)])
-        cells = [per_seed(rows, "normalized_return", env_id=env, method=m) for m in METHODS.values()]
-        support = per_seed(rows, "support_optimum", env_id=env, method="SAC-N")
-        table.append([env, "mean", *(interval(c, 1) for c in cells), interval(support, 1)])
-    return markdown(["MDP, 10×", "τ", *METHODS.values(), "best policy on the data's support"], table)
+        chosen = [r for r in rows if r["env_id"] == env]
+        for kind in ("box", "hull", "ellipsoid"):
+            for upsilon in sorted({r["upsilon"] for r in chosen if r["uncertainty_set"] == kind}):
+                cells = [
+                    interval(100 * per_seed(chosen, column, uncertainty_set=kind, upsilon=upsilon))
+                    for column in ("lower_bound_rate", "coverage_rate")
+                ]
+                returns = interval(per_seed(chosen, "normalized_return", uncertainty_set=kind, upsilon=upsilon))
+                table.append([env, kind, upsilon if kind == "ellipsoid" else "", *cells, returns])
+    return markdown(["MDP, 10×", "set", "υ", "lower bound valid, %", "true Q inside, %", "normalised return"], table)
 
 
 def tuning(rows):
@@ -160,6 +178,7 @@ def tables(folder):
     folder = Path(folder)
     paper, same = load(folder / "tabular_paper.csv"), load(folder / "tabular_no_bootstrap.csv")
     tried, theirs = load(folder / "tabular_tuning.csv"), load(DOCS / "benchmark" / "paper_tabular.csv")
+    smaller = load(folder / "tabular_upsilon.csv")
     made = {}
     if paper:
         made["tabular_aggregated"] = paper_grid(paper, theirs)
@@ -168,6 +187,8 @@ def tables(folder):
         made["tabular_evaluations"] = by_evaluation(paper)
     if same:
         made["tabular_no_bootstrap"] = no_bootstrap(same)
+    if paper and smaller:
+        made["tabular_rates"] = rates(smaller + [row for row in paper if row["dataset_size"] == 10])
     if tried:
         made["tabular_tuning"] = tuning(tried)
     return made

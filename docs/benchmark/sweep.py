@@ -3,7 +3,7 @@
     python docs/benchmark/sweep.py --envs LunarLander-v3 --sizes 100000 --methods Ell_0.9-N SAC-N BC --seeds 100 101 102
 
 A finished run is one row of the CSV, written at once and skipped the next time; a run that a kill interrupted is made
-anew. --flags passes further arguments to the training scripts (not to cloning) and is part of a row's name.
+anew. --flags="--autotune" passes further arguments to the training scripts (not to cloning), part of a row's name.
 """
 
 import csv
@@ -49,7 +49,7 @@ class Args:
     seeds: list[int] = field(default_factory=lambda: [100, 101, 102, 103, 104])
     """seeds; 0 to 9 are for tuning, results are reported on 100 and up"""
     flags: str = ""
-    """further arguments for the training scripts, in quotes"""
+    """further arguments for the training scripts, as --flags="--hidden-dim 64" (with the equals sign)"""
     workers: int = 2
     """processes at a time, one thread each"""
     out: str = str(ROOT / "docs" / "benchmark" / "gym.csv")

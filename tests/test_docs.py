@@ -1,0 +1,108 @@
+"""README and docs: tables are what the report makes of the committed CSVs; flags and files that they name exist."""
+
+import ast
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
+import report  # noqa: E402
+
+
+def arguments(script):
+    """Names of a script's command-line arguments."""
+    tree = ast.parse((ROOT / script).read_text())
+    (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    return {item.target.id.replace("_", "-") for item in args.body if isinstance(item, ast.AnnAssign)}
+
+
+def commands(page):
+    """(script, rest of the command) for every command line with one of our scripts."""
+    text = page.read_text().replace("\\\n", " ")
+    return re.findall(r"python ((?:docs/benchmark/)?\w+\.py)([^\n`#|]*)", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_and_file_of_a_page_exists(page):
+    for script, rest in commands(page):
+        assert (ROOT / script).exists(), script
+        for flag in re.findall(r"--([a-z][a-z0-9-]*)", rest):
+            known = arguments(script) | {"help"}
+            assert flag in known or flag.removeprefix("no-") in known, (script, flag)
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), link
+
+
+def test_tables_of_the_docs_are_made_from_the_committed_csvs():
+    made = report.tables(ROOT / "docs" / "benchmark")
+    named = {name for page in PAGES for name in re.findall(r"<!-- table: (tabular_\w+) -->", page.read_text())}
+    assert named == set(made)
+    for page in PAGES:
+        assert report.fill(page.read_text(), made) == page.read_text(), f"run docs/benchmark/report.py: {page.name}"
+
+
+def test_report_on_a_small_csv(tmp_path):
+    rng = np.random.default_rng(0)
+    columns = ["arguments", "env_id", "dataset_size", "expectile_tau", "uncertainty_set", "upsilon", "seed"]
+    results = ["normalized_return", "normalized_return_stochastic", "normalized_return_state1"]
+    results += ["normalized_return_stochastic_state1", "behaviour_normalized_return", "support_optimum"]
+    rows = []
+    for env in report.ENVS:
+        for size in (10, 100, 1000):
+            for tau in report.TAUS:
+                for (kind, upsilon), _ in report.METHODS.items():
+                    for seed in (100, 101, 102):
+                        row = [
+                            "x",
+                            env,
+                            size,
+                            tau,
+                            kind,
+                            upsilon or 0.9,
+                            seed,
+                            *rng.uniform(0, 100, len(results)).round(3),
+                        ]
+                        rows.append(dict(zip(columns + results, row)))
+    with open(tmp_path / "tabular_paper.csv", "w", newline="") as f:
+        writer = csv.DictWriter(f, columns + results)
+        writer.writeheader()
+        writer.writerows(rows)
+    made = report.tables(tmp_path)
+    assert set(made) == {"tabular_aggregated", "tabular_detailed", "tabular_differences", "tabular_evaluations"}
+    # one cell of each kind, computed by hand
+    chosen = [r for r in rows if (r["env_id"], r["dataset_size"]) == ("RiverSwim", 10)]
+    box, ell = (
+        np.array([np.mean([r["normalized_return"] for r in part if r["seed"] == s]) for s in (100, 101, 102)])
+        for part in (
+            [r for r in chosen if r["uncertainty_set"] == "box"],
+            [r for r in chosen if r["uncertainty_set"] == "ellipsoid" and r["upsilon"] == 0.9],
+        )
+    )
+    low, high = stats.t.interval(0.9, 2, loc=box.mean(), scale=stats.sem(box))
+    (line,) = [x for x in made["tabular_aggregated"].splitlines() if x.startswith("| RiverSwim | 10×")]
+    assert f"{box.mean():.0f} ± {(high - low) / 2:.0f}" in line and "(47)" in line and "(60)" in line
+    gain = ell - box
+    half = stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3)
+    (line,) = [x for x in made["tabular_differences"].splitlines() if x.startswith("| RiverSwim | 10×")]
+    assert f"{gain.mean():.1f} ± {half:.1f} ({(gain > 0).sum()} of 3)" in line
+    # the command fills a page, and a second time changes nothing
+    (tmp_path / "page.md").write_text("a\n<!-- table: tabular_aggregated -->\nold\n<!-- end -->\nb\n")
+    command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "page.md rewritten\n"
+    page = (tmp_path / "page.md").read_text()
+    assert made["tabular_aggregated"] in page and "old" not in page and page.startswith("a\n") and page.endswith("b\n")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_best_and_worst_are_marked_by_the_papers_rule():
+    assert report.marked(["50 ± 1", "52 ± 1", "51 ± 3"]) == ["<u>50 ± 1</u>", "**52 ± 1**", "51 ± 3"]
+    assert report.marked(["50 ± 1", "50 ± 2", "50 ± 3"]) == ["50 ± 1", "50 ± 2", "50 ± 3"]
