@@ -420,6 +420,13 @@ def test_checkpoint_acts_in_five_lines(run, load, datasets):
     assert action in (0, 1)
 
 
+def test_video_of_the_final_evaluation(run, datasets):
+    done = run("ersac_ensemble", *SMALL, "--capture-video")
+    assert done.code == 0, done.err
+    (video,) = (done.folders[0] / "video").glob("*.mp4")
+    assert video.stat().st_size > 1000
+
+
 def test_runs_as_a_real_process(datasets, tmp_path):
     command = [sys.executable, str(ROOT / "ersac_ensemble.py"), *map(str, SMALL), "--output-dir", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MINARI_DATASETS_PATH": str(datasets)}

@@ -205,7 +205,8 @@ def fill(page, made):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     made = tables(args.csvs)
-    for path in sorted(Path(args.docs).rglob("*.md")):
+    readme = Path(args.docs).parent / "README.md"
+    for path in [*sorted(Path(args.docs).rglob("*.md")), *([readme] if Path(args.docs) == DOCS else [])]:
         page = path.read_text()
         unknown = set(re.findall(r"<!-- table: (tabular_\w+) -->", page)) - set(made)
         if unknown:
