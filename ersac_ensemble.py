@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -365,7 +366,7 @@ def load_checkpoint(folder, script):
 def resumed_args(args, stored):
     """The arguments of the run to resume; whatever else is on the command line must agree with them."""
     for field in fields(args):
-        given, had = getattr(args, field.name), stored[field.name]
+        given, had = getattr(args, field.name), stored.get(field.name, field.default)
         if field.name not in ("resume", "eval_only") and given not in (field.default, had):
             flag = field.name.replace("_", "-")
             sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
@@ -438,11 +439,8 @@ if __name__ == "__main__":
     log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device, requires_grad=args.autotune)
     q_optimizer = torch.optim.Adam(critic.parameters(), lr=args.q_lr, fused=True)
     policy_optimizer = torch.optim.Adam([*actor.parameters(), log_alpha], lr=args.policy_lr, fused=True)
-    worst_case = {
-        "box": worst_case_box,
-        "hull": worst_case_hull,
-        "ellipsoid": lambda q, pi: worst_case_ellipsoid(q, pi, args.upsilon),
-    }[args.uncertainty_set]
+    ellipsoid = partial(worst_case_ellipsoid, upsilon=args.upsilon)
+    worst_case = {"box": worst_case_box, "hull": worst_case_hull, "ellipsoid": ellipsoid}[args.uncertainty_set]
 
     def q_values(network, obs):
         """Q-vectors of all critics, with the frozen prior if there is one. [N, B, A]"""
@@ -460,6 +458,7 @@ if __name__ == "__main__":
         log_alpha.data.copy_(checkpoint["log_alpha"])
         generator.set_state(checkpoint["generator"])
     open_run_folder(folder, args, rows)
+    args.track = args.track and not args.eval_only
     track = start_tracking(args, os.path.basename(folder), f"{args.env_id} {method}")
     env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
 

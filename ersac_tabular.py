@@ -17,6 +17,7 @@ import sys
 import time
 from bisect import bisect
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -269,8 +270,7 @@ def greedy(pi):
 
 
 def normalized_returns(P, R, pi, gamma, v_random, v_optimal):
-    """100 (V - V_random) / (V_optimal - V_random) for the policies pi [K, S, A], exact: greedy and stochastic policy,
-    averaged over all start states and from state 1. A dict of [K]"""
+    """100 (V - V_random) / (V_optimal - V_random), exact, of pi [K, S, A] and greedy(pi), uniform start and state 1."""
     scores = {}
     for kind, policy in (("", greedy(pi)), ("_stochastic", pi)):
         v = policy_value(P, R, policy, gamma)  # [K, S]
@@ -341,7 +341,7 @@ def load_checkpoint(folder, script):
 def resumed_args(args, stored):
     """The arguments of the run to resume; whatever else is on the command line must agree with them."""
     for field in fields(args):
-        given, had = getattr(args, field.name), stored[field.name]
+        given, had = getattr(args, field.name), stored.get(field.name, field.default)
         if field.name not in ("resume", "eval_only") and given not in (field.default, had):
             flag = field.name.replace("_", "-")
             sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
@@ -414,11 +414,8 @@ if __name__ == "__main__":
     logits = torch.zeros(K, S, A, dtype=torch.float64, requires_grad=True)
     # a nearly deterministic softmax has tiny gradients; with eps above them Adam could never change the actor's mind
     optimizer = torch.optim.Adam([logits], lr=args.policy_lr, eps=1e-30)
-    worst_case = {
-        "box": worst_case_box,
-        "hull": worst_case_hull,
-        "ellipsoid": lambda q, pi: worst_case_ellipsoid(q, pi, args.upsilon),
-    }[args.uncertainty_set]
+    ellipsoid = partial(worst_case_ellipsoid, upsilon=args.upsilon)
+    worst_case = {"box": worst_case_box, "hull": worst_case_hull, "ellipsoid": ellipsoid}[args.uncertainty_set]
     critic_weight = n / n.sum(0).clamp(min=1)  # [M, N, K, S, A]: what each successor weighs in the mean target
     n = n.sum(0)  # [N, K, S, A]: how often critic i has seen (s, a)
     critic_step = 1 - (1 - args.q_lr) ** n  # n steps of size q_lr in one; 0 where there is no data
@@ -438,6 +435,7 @@ if __name__ == "__main__":
         optimizer.state[logits] = checkpoint["adam"]
     for folder, k, history in zip(folders, seeds, rows):
         open_run_folder(folder, replace(args, seed=k, num_seeds=1), history)
+    args.track = args.track and not args.eval_only
     tracks = [start_tracking(args, os.path.basename(folder), f"{args.env_id} {method}") for folder in folders]
 
     def save_checkpoints(update):
@@ -538,12 +536,12 @@ if __name__ == "__main__":
         exact = policy_value(P, R, pi_k[None], args.gamma)[0]  # [S]
         result = {"script": "ersac_tabular.py", "method": method, "env_id": args.env_id, "seed": seed}
         result |= {"dataset_id": None, "updates": args.total_updates, "updates_per_second": speed}
+        result |= {"eval_return_mean": exact.mean(), "monte_carlo_return": episodes.mean()}
         result |= {
-            "eval_episodes": args.eval_episodes,
-            "eval_return_mean": exact.mean(),
             "eval_return_std": episodes.std(),
+            "eval_episodes": args.eval_episodes,
+            "random_return": v_random.mean(),
         }
-        result |= {"monte_carlo_return": episodes.mean(), "random_return": v_random.mean()}
         result |= {"reference_return": v_optimal.mean()} | {name: score[k] for name, score in scores.items()}
         result |= {"behaviour_normalized_return": 100 * (v_behaviour - v_random).mean() / (v_optimal - v_random).mean()}
         result |= {"policy_entropy": (h[k] * state_weight[k]).sum().item()}
