@@ -443,7 +443,7 @@ def load_checkpoint(folder, script):
 def resumed_args(args, stored):
     """The arguments of the run to resume; whatever else is on the command line must agree with them."""
     for field in fields(args):
-        given, had = getattr(args, field.name), stored[field.name]
+        given, had = getattr(args, field.name), stored.get(field.name, field.default)
         if field.name not in ("resume", "eval_only") and given not in (field.default, had):
             flag = field.name.replace("_", "-")
             sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
