@@ -184,8 +184,8 @@ def make_eval_env(dataset, env_id, video_folder=None):
 
 # ===== Critic: one network with a mean and a stochastic head
 class EpinetCritic(nn.Module):
-    """q(s, a, z) = mu(s, a) + <sigma_L(psi, a) + prior_scale sigma_P(psi, a), z>; the features psi(s) are held fixed for
-    the stochastic heads. forward(obs [B, D]) -> mu [B, A], sigma_bar [B, A, d_z]; sample(obs, z [N, d_z]) -> [N, B, A]"""
+    """q(s, a, z) = mu(s, a) + <sigma_L(psi, a) + prior_scale sigma_P(psi, a), z>, no gradient from sigma into psi(s).
+    forward(obs [B, D]) -> mu [B, A], sigma_bar [B, A, d_z]; sample(obs, z [N, d_z]) -> [N, B, A]"""
 
     def __init__(self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=0.3, layer_norm=True, head="linear"):
         super().__init__()
