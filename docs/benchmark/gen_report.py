@@ -40,6 +40,8 @@ class Args:
     """folder for the trained policies, one folder an environment and seed; what is there is not trained again"""
     episodes: int = 100
     """episodes of each measurement"""
+    env_id: str | None = None
+    """only this environment; None is both"""
     report_only: bool = False
     """no training, no measurement: tables and picture from the CSVs"""
 
@@ -131,7 +133,8 @@ def visitation():
         key = row["env_id"], int(row["seed"]), float(row["tau"])
         table = tables.setdefault(key, np.zeros((2, 12, 12)))
         table[int(row["half"]), int(row["i"]), int(row["j"])] = int(row["visits"])
-    return tables
+    # CartPole has a mirror: leaning to the left and leaning to the right are the same thing
+    return {key: t + t[:, ::-1, ::-1] if key[0] == "CartPole-v1" else t for key, t in tables.items()}
 
 
 def distance(a, b):
@@ -172,7 +175,7 @@ def tables_of(env_id, rows, tables):
     header = ("tau", "seed", "greedy return", "return", "10th percentile", "steps", "failures", *special)
     body = []
     for r in rows:
-        number = lambda name, digits=1: f"{float(r[name]):.{digits}f}"  # noqa: E731
+        number = lambda name, digits=1, r=r: f"{float(r[name]):.{digits}f}"  # noqa: E731
         shown = [number(c, 0 if c == "air_steps" else 3) for c in columns]
         scores = [number("greedy_return"), number("noisy_return"), number("noisy_p10"), number("noisy_length", 0)]
         mix = [f"{100 * float(r[f'action{a}']):.0f} %" for a in range(len(ACTIONS[env_id]))]
@@ -243,7 +246,9 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
     done = {(r["env_id"], int(r["seed"]), float(r["tau"])) for r in read("gen_policies.csv")}
-    for env_id, seed, tau in [] if args.report_only else itertools.product(ENVS, SEEDS, TAUS):
+    for env_id, seed, tau in (
+        [] if args.report_only else itertools.product([args.env_id] if args.env_id else ENVS, SEEDS, TAUS)
+    ):
         policy = train(env_id, seed, tau, Path(args.policy_dir) / f"{env_id}-seed{seed}")
         if (env_id, seed, tau) not in done:
             row, cells = measure(env_id, seed, tau, policy, args.episodes)
