@@ -1,5 +1,5 @@
 # docs: docs/ersac_ensemble.md
-"""ERSAC with N critics: Algorithms 2 and 3 of "Epistemic Robust Offline Reinforcement Learning", and EDAC.
+"""ERSAC with N critics: Algorithms 1 to 3 of "Epistemic Robust Offline Reinforcement Learning", and EDAC.
 
 N critics (one stacked network) learn offline from a Minari data set; every state gets an uncertainty set over its
 Q-vector (box = SAC-N, convex hull, ellipsoid); critics and actor learn from the worst case in that set. One run:
@@ -95,7 +95,7 @@ class Args:
     """Adam step size of the actor and of the entropy coefficient"""
     anneal_lr: bool = True
     """let all step sizes fall linearly to 0, so that the last policy is a settled one"""
-    polyak: float = 0.01
+    polyak: float = 0.05
     """rate at which the target critics follow the critics"""
     alpha: float = 0.003
     """entropy coefficient, or its first value with --autotune"""
@@ -153,6 +153,8 @@ def load_transitions(dataset, gamma):
     name, space = dataset.spec.dataset_id, dataset.spec.observation_space
     if not isinstance(dataset.spec.action_space, gym.spaces.Discrete):
         sys.exit(f"{name} has {dataset.spec.action_space} actions; this script needs a data set with discrete actions.")
+    if dataset.spec.action_space.start != 0 or dataset.spec.env_spec is None:
+        sys.exit(f"{name} counts its actions from another number than 0, or names no environment to evaluate in.")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         sys.exit(f"{name} has {space} observations; this script needs vectors (ersac_atari.py takes images).")
     columns = []
@@ -370,7 +372,8 @@ def resumed_args(args, stored):
         if field.name not in ("resume", "eval_only") and given not in (field.default, had):
             flag = field.name.replace("_", "-")
             sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
-    return replace(args, **{k: v for k, v in stored.items() if k not in ("resume", "eval_only")})
+    known = {field.name for field in fields(args)} - {"resume", "eval_only"}
+    return replace(args, **{name: value for name, value in stored.items() if name in known})
 
 
 def start_tracking(args, run_name, group):
@@ -399,6 +402,11 @@ if __name__ == "__main__":
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
         ("expectile_tau", lambda x: 0 < x < 1, "above 0 and below 1; 0.5 is risk-neutral"),
         ("gamma", lambda x: 0 <= x < 1, "at least 0 and below 1"),
+        (
+            "edac_eta",
+            lambda x: x == 0 or args.uncertainty_set == "box",
+            "0 unless --uncertainty-set box: EDAC is SAC-N",
+        ),
         ("target_entropy", lambda x: 0 < x < 1, "above 0 and below 1, a share of log |A|"),
         ("alpha", lambda x: x > 0 or not args.autotune, "above 0 with --autotune"),
         ("env_id", lambda x: args.dataset_id or x in gym.registry, "an environment that Gymnasium knows"),
@@ -417,6 +425,7 @@ if __name__ == "__main__":
     # data, normalised by their own statistics, all on the device
     dataset = find_dataset(args)
     obs, action, reward, next_obs, terminated, returns = load_transitions(dataset, args.gamma)
+    args.env_id = dataset.spec.env_spec.id if args.dataset_id else args.env_id
     obs_mean, obs_std = torch.zeros(obs.shape[1]), torch.ones(obs.shape[1])
     if args.normalize_obs:
         obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
@@ -563,7 +572,7 @@ if __name__ == "__main__":
     speed = len(updates) / (time.time() - started)
 
     # final evaluation of the last policy on fresh episodes
-    if args.capture_video:
+    if args.capture_video and not args.eval_only:
         env = make_eval_env(dataset, None if args.dataset_id else args.env_id, os.path.join(folder, "video"))
     scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, obs_mean, obs_std)
     env.close()

@@ -101,7 +101,7 @@ class Args:
     """Adam step size of the actor and of the entropy coefficient"""
     anneal_lr: bool = True
     """let all step sizes fall linearly to 0, so that the last policy is a settled one"""
-    polyak: float = 0.01
+    polyak: float = 0.05
     """rate at which the target critic follows the critic"""
     alpha: float = 0.003
     """entropy coefficient, or its first value with --autotune"""
@@ -159,6 +159,8 @@ def load_transitions(dataset, gamma):
     name, space = dataset.spec.dataset_id, dataset.spec.observation_space
     if not isinstance(dataset.spec.action_space, gym.spaces.Discrete):
         sys.exit(f"{name} has {dataset.spec.action_space} actions; this script needs a data set with discrete actions.")
+    if dataset.spec.action_space.start != 0 or dataset.spec.env_spec is None:
+        sys.exit(f"{name} counts its actions from another number than 0, or names no environment to evaluate in.")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         sys.exit(f"{name} has {space} observations; this script needs vectors (ersac_atari.py takes images).")
     columns = []
@@ -373,7 +375,8 @@ def resumed_args(args, stored):
         if field.name not in ("resume", "eval_only") and given not in (field.default, had):
             flag = field.name.replace("_", "-")
             sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
-    return replace(args, **{k: v for k, v in stored.items() if k not in ("resume", "eval_only")})
+    known = {field.name for field in fields(args)} - {"resume", "eval_only"}
+    return replace(args, **{name: value for name, value in stored.items() if name in known})
 
 
 def start_tracking(args, run_name, group):
@@ -435,6 +438,7 @@ if __name__ == "__main__":
     # data, normalised by their own statistics, all on the device
     dataset = find_dataset(args)
     obs, action, reward, next_obs, terminated, returns = load_transitions(dataset, args.gamma)
+    args.env_id = dataset.spec.env_spec.id if args.dataset_id else args.env_id
     obs_mean, obs_std = torch.zeros(obs.shape[1]), torch.ones(obs.shape[1])
     if args.normalize_obs:
         obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
@@ -591,7 +595,7 @@ if __name__ == "__main__":
     speed = len(updates) / (time.time() - started)
 
     # final evaluation of the last policy on fresh episodes
-    if args.capture_video:
+    if args.capture_video and not args.eval_only:
         env = make_eval_env(dataset, None if args.dataset_id else args.env_id, os.path.join(folder, "video"))
     scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, obs_mean, obs_std)
     env.close()

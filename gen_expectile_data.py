@@ -449,7 +449,8 @@ def resumed_args(args, stored):
         if field.name not in ("resume", "eval_only") and given not in (field.default, had):
             flag = field.name.replace("_", "-")
             sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
-    return replace(args, **{k: v for k, v in stored.items() if k not in ("resume", "eval_only")})
+    known = {field.name for field in fields(args)} - {"resume", "eval_only"}
+    return replace(args, **{name: value for name, value in stored.items() if name in known})
 
 
 def start_tracking(args, run_name, group):

@@ -104,5 +104,6 @@ def test_report_on_a_small_csv(tmp_path):
 
 
 def test_best_and_worst_are_marked_by_the_papers_rule():
-    assert report.marked(["50 ± 1", "52 ± 1", "51 ± 3"]) == ["<u>50 ± 1</u>", "**52 ± 1**", "51 ± 3"]
-    assert report.marked(["50 ± 1", "50 ± 2", "50 ± 3"]) == ["50 ± 1", "50 ± 2", "50 ± 3"]
+    columns = [np.array([x - 1.0, x, x + 1.0]) for x in (50.0, 52.4, 51.2)]
+    assert report.marked(columns) == ["<u>50 ± 2</u>", "**52 ± 2**", "51 ± 2"]
+    assert report.marked([x / 10 for x in columns]) == ["5 ± 0", "5 ± 0", "5 ± 0"]  # less than 1 apart

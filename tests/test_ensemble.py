@@ -34,7 +34,7 @@ from ersac_ensemble import (
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = {"box": worst_case_box, "hull": worst_case_hull, "ellipsoid": lambda q, pi: worst_case_ellipsoid(q, pi, 0.9)}
-DATA = ("--dataset-id", "test/cartpole-v0", "--env-id", "CartPole-v1")
+DATA = ("--dataset-id", "test/cartpole-v0")
 SHORT = ("--total-updates", 24, "--eval-interval", 12, "--checkpoint-interval", 5, "--eval-episodes", 3)
 SMALL = (*DATA, *SHORT, "--num-critics", 4, "--hidden-dim", 16, "--batch-size", 32)
 
@@ -308,6 +308,7 @@ def test_methods_end_to_end_and_resumed_to_the_same_bits(run, load, datasets, fl
     assert done.code == 0, done.err
     whole = load(done.folders[0])
     assert whole.result["method"] == method and whole.result["dataset_id"] == "test/cartpole-v0"
+    assert whole.result["env_id"] == "CartPole-v1" and done.folders[0].name.startswith("CartPole-v1__")
     needed = "script method env_id dataset_id seed updates updates_per_second eval_episodes eval_return_mean "
     needed += "eval_return_std random_return reference_return normalized_return policy_entropy"
     assert set(needed.split()) == set(whole.result)
@@ -360,7 +361,8 @@ def test_same_seed_same_numbers_other_seed_other_numbers(run, load, datasets):
 
 
 def test_bootstrap_prior_and_edac_change_the_run(run, load, datasets):
-    runs = [(), ("--bootstrap",), ("--prior-scale", 1.0), ("--edac-eta", 1.0), ("--uncertainty-set", "box")]
+    runs = [(), ("--bootstrap",), ("--prior-scale", 1.0), ("--uncertainty-set", "box")]
+    runs.append(("--uncertainty-set", "box", "--edac-eta", 1.0))
     texts = [
         load(run("ersac_ensemble", *SMALL, *f, "--exp-name", f"x{i}").folders[0]).metrics for i, f in enumerate(runs)
     ]
@@ -375,6 +377,7 @@ BAD = [
     ("--alpha -1", "alpha"),
     ("--alpha 0 --autotune", "alpha"),
     ("--edac-eta -1", "edac-eta"),
+    ("--edac-eta 1", "box"),
     ("--target-entropy 1.2", "target-entropy"),
     ("--return-scale 0", "return-scale"),
     ("--q-lr 0", "q-lr"),

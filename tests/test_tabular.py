@@ -264,7 +264,7 @@ def test_seeds_side_by_side_equal_single_runs(run, load, kind):
         (folder,) = [f for f in together.folders if f"__{seed}__" in f.name]
         batched = load(folder)
         for name in ("q", "q_target", "logits", "visits"):
-            assert (alone.checkpoint[name] - batched.checkpoint[name]).abs().max() <= 1e-10
+            assert torch.equal(alone.checkpoint[name], batched.checkpoint[name])
         for name, value in alone.result.items():
             if isinstance(value, float) and name != "updates_per_second":
                 assert batched.result[name] == pytest.approx(value, abs=1e-10), name

@@ -43,10 +43,12 @@ def load(path):
 
 
 def number(text):
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        return {"True": True, "False": False}.get(text, text)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"True": True, "False": False}.get(text, text)
 
 
 def per_seed(rows, column, **where):
@@ -63,9 +65,9 @@ def interval(x, digits=0):
     return f"{x.mean():.{digits}f} ± {half:.{digits}f}"
 
 
-def marked(cells):
-    """Bold for the best and underline for the worst mean, if it is ahead of (behind) all others by 1 or more."""
-    means = [float(cell.split(" ±")[0]) for cell in cells]
+def marked(columns):
+    """Intervals; bold the best and underlined the worst mean, if ahead of (behind) all others by 1 or more."""
+    cells, means = [interval(x) for x in columns], [x.mean() for x in columns]
     order = np.argsort(means)
     if means[order[-1]] - means[order[-2]] >= 1:
         cells[order[-1]] = f"**{cells[order[-1]]}**"
@@ -86,7 +88,7 @@ def paper_grid(rows, paper, column="normalized_return", taus=False):
         for size in (10, 100, 1000):
             for tau in TAUS if taus else ("all",):
                 where = {"env_id": env, "dataset_size": size} | ({"expectile_tau": tau} if taus else {})
-                cells = marked([interval(per_seed(rows, column, method=m, **where)) for m in METHODS.values()])
+                cells = marked([per_seed(rows, column, method=m, **where) for m in METHODS.values()])
                 (theirs,) = [
                     r for r in paper if (r["env_id"], r["dataset_size"], r["expectile_tau"]) == (env, size, tau)
                 ]
@@ -100,17 +102,17 @@ def paper_grid(rows, paper, column="normalized_return", taus=False):
 
 
 def differences(rows, column="normalized_return"):
-    """Paired by seed (same data, resamples and initial tables): method minus SAC-N."""
+    """Paired by seed (same data, resamples and initial tables): one method minus another, and how many seeds gained."""
+    pairs = [("CH-N", "SAC-N"), ("Ell-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell_0.9-N", "Ell-N")]
     table = []
     for env in ENVS:
         for size in (10, 100, 1000):
-            box = per_seed(rows, column, env_id=env, dataset_size=size, method="SAC-N")
             cells = []
-            for method in list(METHODS.values())[1:]:
-                gain = per_seed(rows, column, env_id=env, dataset_size=size, method=method) - box
-                cells.append(f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})")
+            for pair in pairs:
+                first, second = (per_seed(rows, column, env_id=env, dataset_size=size, method=m) for m in pair)
+                cells.append(f"{interval(first - second, 1)} ({(first > second).sum()} of {len(first)})")
             table.append([env, f"{size}×", *cells])
-    return markdown(["MDP", "data", *(f"{m} − SAC-N" for m in list(METHODS.values())[1:])], table)
+    return markdown(["MDP", "data", *(f"{first} − {second}" for first, second in pairs)], table)
 
 
 def by_evaluation(rows):

@@ -9,6 +9,7 @@ import csv
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -68,7 +69,7 @@ def cells(grid):
         ellipsoids = [cell for cell in little if cell["uncertainty_set"] == "ellipsoid" and cell["upsilon"] == 1.0]
         return [cell | dict(upsilon=u) for cell in ellipsoids for u in (0.1, 0.3, 0.5, 0.7)]
     changes = [dict(total_updates=n) for n in (1000, 2000, 6000)] + [dict(reset_prob=p) for p in (0.0, 0.5)]
-    changes += [dict(prior=(0.0, 10.0))]
+    changes = [change | dict(polyak=0.005) for change in (*changes, dict(prior=(0.0, 10.0)))] + [dict(polyak=0.02)]
     return [cell | change for change in changes for cell in little]
 
 
@@ -129,6 +130,8 @@ if __name__ == "__main__":
     names = [flags(cell) for cell in cells(args.grid)]
     rows = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
     count = Counter(row["arguments"] for row in rows)
+    if any(n > args.num_seeds for n in count.values()):
+        sys.exit(f"{path} holds cells of more than {args.num_seeds} seeds; choose another --out.")
     rows = [row for row in rows if count[row["arguments"]] == args.num_seeds]  # a kill may leave half a cell
     with open(f"{path}.tmp", "w", newline="") as f:
         writer = csv.DictWriter(f, ["arguments", *SETTING, *RESULT])
@@ -144,4 +147,6 @@ if __name__ == "__main__":
             f.flush()
             bar.update()
     bar.close()
-    print(f"{len(todo)} cells of {args.num_seeds} seeds in {time.time() - started:.0f} s -> {path}")
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = f"{time.time() - started:.0f} s, {usage.ru_utime + usage.ru_stime:.0f} s of processor time"
+    print(f"{len(todo)} cells of {args.num_seeds} seeds in {spent} -> {path}")
