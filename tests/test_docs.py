@@ -107,3 +107,9 @@ def test_best_and_worst_are_marked_by_the_papers_rule():
     columns = [np.array([x - 1.0, x, x + 1.0]) for x in (50.0, 52.4, 51.2)]
     assert report.marked(columns) == ["<u>50 ± 2</u>", "**52 ± 2**", "51 ± 2"]
     assert report.marked([x / 10 for x in columns]) == ["5 ± 0", "5 ± 0", "5 ± 0"]  # less than 1 apart
+
+
+def test_line_counts_of_the_readme():
+    rows = re.findall(r"^\| \[`(\w+\.py)`\].*?\| (\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) >= 3
+    assert {name: int(count) for name, count in rows} == {n: len((ROOT / n).read_text().splitlines()) for n, _ in rows}
