@@ -4,7 +4,9 @@
 
 trains what is missing (`--policy-dir` keeps it), measures every policy greedily and with the noise of the collection,
 and writes gen_policies.csv, gen_visitation.csv and gen_runs.csv beside this file, docs/figures/gen_visitation.png, and
-the tables of docs/gen_expectile_data.md. Rows that are there already are kept; --report-only just redraws.
+the tables of docs/gen_expectile_data.md. Rows that are there already are kept; --report-only just redraws. More noise:
+
+    python docs/benchmark/gen_report.py --env-id CartPole-v1 --epsilon 0.3 --policy-dir runs/gen_report_eps30
 """
 
 import csv
@@ -42,30 +44,36 @@ class Args:
     """episodes of each measurement"""
     env_id: str | None = None
     """only this environment; None is both"""
+    epsilon: float = 0.1
+    """noise of training and measurement; another than 0.1 has its own CSVs, gen_*_eps30.csv for 0.3"""
     report_only: bool = False
     """no training, no measurement: tables and picture from the CSVs"""
 
 
-def read(name):
-    path = HERE / name
+def table_file(name, epsilon):
+    return HERE / (f"gen_{name}.csv" if epsilon == 0.1 else f"gen_{name}_eps{int(100 * epsilon)}.csv")
+
+
+def read(name, epsilon=0.1):
+    path = table_file(name, epsilon)
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 
-def add(name, rows):
-    path = HERE / name
-    with path.open("a", newline="") as f:
+def add(name, rows, epsilon):
+    with table_file(name, epsilon).open("a", newline="") as f:
         writer = csv.DictWriter(f, rows[0])
         if f.tell() == 0:
             writer.writeheader()
         writer.writerows(rows)
 
 
-def train(env_id, seed, tau, folder):
+def train(env_id, seed, tau, folder, epsilon):
     """One command of the script; its wall time, processor time and output go into gen_runs.csv."""
     policy = folder / f"{env_id.split('-')[0].lower()}-tau{int(100 * tau)}" / "policy.pt"
     if policy.exists():
         return policy
     flags = ["--env-id", env_id, "--expectile-tau", str(tau), "--seed", str(seed), "--dataset-size", "1000"]
+    flags += ["--epsilon", str(epsilon)]
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, str(ROOT / "gen_expectile_data.py"), *flags, "--policy-dir", str(folder.resolve())]
         before, started = os.times(), time.time()
@@ -79,18 +87,18 @@ def train(env_id, seed, tau, folder):
         after.children_user + after.children_system - before.children_user - before.children_system, 1
     )
     rounds = re.findall(r"greedy return (\S+), the floor", done.stdout)
-    add("gen_runs.csv", [row | {"greedy_returns_at_the_end_of_each_round": " ".join(rounds)}])
+    add("runs", [row | {"greedy_returns_at_the_end_of_each_round": " ".join(rounds)}], epsilon)
     return policy
 
 
-def measure(env_id, seed, tau, path, episodes):
+def measure(env_id, seed, tau, path, episodes, epsilon):
     """A row of gen_policies.csv and the rows of gen_visitation.csv for one policy."""
     env = behaviour_env(env_id)
     actor = network(env.observation_space.shape[0], int(env.action_space.n), 128, 0.01)
     actor.load_state_dict(torch.load(path, weights_only=True)["actor"])
     rng = np.random.default_rng([seed, 2026])
     greedy = [play_episode(env, actor, rng, greedy=True) for _ in range(episodes)]
-    noisy = [play_episode(env, actor, rng, epsilon=0.1) for _ in range(episodes)]
+    noisy = [play_episode(env, actor, rng, epsilon=epsilon) for _ in range(episodes)]
     row = {"env_id": env_id, "seed": seed, "tau": tau}
     for name, group in (("greedy", greedy), ("noisy", noisy)):
         returns = np.array([episode["rewards"].sum() for episode in group])
@@ -126,10 +134,10 @@ def measure(env_id, seed, tau, path, episodes):
     return {k: round(float(v), 4) if isinstance(v, float | np.floating) else v for k, v in row.items()}, cells
 
 
-def visitation():
+def visitation(epsilon=0.1):
     """Visits by (environment, seed, tau) and half, as probabilities [12, 12]."""
     tables = {}
-    for row in read("gen_visitation.csv"):
+    for row in read("visitation", epsilon):
         key = row["env_id"], int(row["seed"]), float(row["tau"])
         table = tables.setdefault(key, np.zeros((2, 12, 12)))
         table[int(row["half"]), int(row["i"]), int(row["j"])] = int(row["visits"])
@@ -170,13 +178,16 @@ def table(header, rows):
 def tables_of(env_id, rows, tables):
     """The three tables of one environment, as Markdown."""
     rows = sorted((r for r in rows if r["env_id"] == env_id), key=lambda r: (float(r["tau"]), int(r["seed"])))
-    special = ("steps in flight", "vertical speed") if env_id == "LunarLander-v3" else ("mean \\|angle\\|",)
+    special = ("steps in flight", "speed", "speed at height") if env_id == "LunarLander-v3" else ("mean \\|angle\\|",)
     columns = ("air_steps", "descent") if env_id == "LunarLander-v3" else ("abs_angle",)
     header = ("tau", "seed", "greedy return", "return", "10th percentile", "steps", "failures", *special)
     body = []
     for r in rows:
         number = lambda name, digits=1, r=r: f"{float(r[name]):.{digits}f}"  # noqa: E731
         shown = [number(c, 0 if c == "air_steps" else 3) for c in columns]
+        if env_id == "LunarLander-v3":  # at heights from 0.7 to 1.3, by the cells' centres
+            visits = tables[env_id, int(r["seed"]), float(r["tau"])].sum(0)[6:10].sum(0)
+            shown.append(f"{visits @ (-1 + (np.arange(12) + 0.5) * 1.4 / 12) / visits.sum():.3f}")
         scores = [number("greedy_return"), number("noisy_return"), number("noisy_p10"), number("noisy_length", 0)]
         mix = [f"{100 * float(r[f'action{a}']):.0f} %" for a in range(len(ACTIONS[env_id]))]
         body.append([r["tau"], r["seed"], *scores, r["failures"], *shown, *mix])
@@ -189,9 +200,7 @@ def tables_of(env_id, rows, tables):
 
 
 def runs_table():
-    rows = sorted(
-        read("gen_runs.csv"), key=lambda r: (r["env_id"], int(r["seed"]), -abs(float(r["tau"]) - 0.5), r["tau"])
-    )
+    rows = sorted(read("runs"), key=lambda r: (r["env_id"], int(r["seed"]), -abs(float(r["tau"]) - 0.5), r["tau"]))
     names = "env_id", "seed", "tau", "wall_seconds", "cpu_seconds", "greedy_returns_at_the_end_of_each_round"
     header = ("environment", "seed", "tau", "wall time (s)", "processor time (s)", "greedy return after each stage")
     return table(header, [[row[name] for name in names] for row in rows])
@@ -245,21 +254,24 @@ def write_tables(parts):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    done = {(r["env_id"], int(r["seed"]), float(r["tau"])) for r in read("gen_policies.csv")}
+    done = {(r["env_id"], int(r["seed"]), float(r["tau"])) for r in read("policies", args.epsilon)}
     for env_id, seed, tau in (
         [] if args.report_only else itertools.product([args.env_id] if args.env_id else ENVS, SEEDS, TAUS)
     ):
-        policy = train(env_id, seed, tau, Path(args.policy_dir) / f"{env_id}-seed{seed}")
+        policy = train(env_id, seed, tau, Path(args.policy_dir) / f"{env_id}-seed{seed}", args.epsilon)
         if (env_id, seed, tau) not in done:
-            row, cells = measure(env_id, seed, tau, policy, args.episodes)
-            add("gen_visitation.csv", cells)
-            add("gen_policies.csv", [row])
+            row, cells = measure(env_id, seed, tau, policy, args.episodes, args.epsilon)
+            add("visitation", cells, args.epsilon)
+            add("policies", [row], args.epsilon)
             print(row, flush=True)
-    rows, tables = read("gen_policies.csv"), visitation()
+    rows, tables = read("policies"), visitation()
     parts = {"runs": runs_table()}
     for env_id in ENVS:
         name = env_id.split("-")[0].lower()
         parts[f"{name}-policies"], parts[f"{name}-distances"] = tables_of(env_id, rows, tables)
+    if more := read("policies", 0.3):
+        names = "cartpole-noisy-policies", "cartpole-noisy-distances"
+        parts |= dict(zip(names, tables_of("CartPole-v1", more, visitation(0.3))))
     write_tables(parts)
     picture(tables)
     for name, content in parts.items():
