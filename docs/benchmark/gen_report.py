@@ -153,7 +153,7 @@ def distance(a, b):
 def distances(env_id, tables):
     """Rows (what, number of pairs, mean, lowest, highest)."""
     whole = {key[1:]: table.sum(0) for key, table in tables.items() if key[0] == env_id}
-    seeds = sorted({seed for seed, _ in whole})
+    seeds = sorted({seed for seed, _ in whole if all((seed, tau) in whole for tau in TAUS)})  # complete ones
     groups = {"two halves of the episodes of one policy": []}
     groups["two halves of the episodes of one policy"] = [distance(*t) for key, t in tables.items() if key[0] == env_id]
     for tau in sorted(TAUS):
