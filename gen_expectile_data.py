@@ -77,8 +77,7 @@ class Args:
     finish_steps: int | None = None
     """environment steps with the expectile critic, for each tau; None is 160k for CartPole, 300k elsewhere"""
     floor: float | None = None
-    """greedy return that a policy must reach; None is Gymnasium's threshold (475 CartPole, 200 LunarLander, but 220 if
-    neutral) or, where it has none, the random policy's return"""
+    """greedy return that a policy must reach; None is Gymnasium's threshold (LunarLander's neutral policies: 220)"""
     hidden_dim: int = 128
     """width of the two hidden layers of actor and critic"""
     policy_lr: float = 1e-3
