@@ -84,6 +84,8 @@ class Args:
     """Adam step size of the neutral start, annealed to 0; half of it in the expectile training"""
     gamma: float | None = None
     """discount factor in [0, 1); None is 0.9 for the tabular MDPs and 0.995 elsewhere"""
+    advantage_floor: float | None = None
+    """advantages are divided by their standard deviation, at least by this; None is 0.1 for CartPole, 0 elsewhere"""
     reward_scale: float | None = None
     """rewards are multiplied by this in training, never in the data; None is 0.005 for CartPole, 0.05 elsewhere"""
 
@@ -326,8 +328,8 @@ def update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator
         for i in torch.randperm(len(obs), generator=generator).split(512):
             log_pi = actor(obs[i]).log_softmax(-1)  # [M, A]
             log_ratio = log_pi.gather(-1, chosen[i, None])[:, 0] - old_log_pi[i]  # [M]
-            # the bound matters where little is at stake: there, noise must not be blown up into a lesson
-            ratio, scale = log_ratio.exp(), advantage[i].std(correction=0).clamp(min=0.1)
+            ratio, std = log_ratio.exp(), advantage[i].std(correction=0)
+            scale = std.clamp(min=args.advantage_floor) if args.advantage_floor else std + 1e-8  # do not magnify noise
             adv = (advantage[i] - advantage[i].mean()) / scale  # [M]
             actor_loss = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv).mean()
             policy_entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
@@ -355,12 +357,11 @@ def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None):
     """An episode of the actor, or of the random policy if it is None. The stored action is the executed one. An episode
     cut off after limit steps counts as truncated."""
     seed = int(rng.integers(2**31))
-    obs, steps, done = env.reset(seed=seed)[0], [], False
-    observations = [obs]
+    observations, steps, done = [env.reset(seed=seed)[0]], [], False
     while not done:
         action = int(rng.integers(env.action_space.n))
         if actor is not None and rng.random() >= epsilon:
-            pi = actor(torch.from_numpy(obs).float()).double().softmax(-1).numpy()  # [A]
+            pi = actor(torch.from_numpy(observations[-1]).float()).double().softmax(-1).numpy()  # [A]
             action = int(pi.argmax() if greedy else min(np.searchsorted(pi.cumsum(), rng.random()), len(pi) - 1))
         obs, reward, terminated, truncated, _ = env.step(action)
         truncated = truncated or (len(steps) + 1 == limit and not terminated)
@@ -476,7 +477,7 @@ if __name__ == "__main__":
         ("num_resamples", lambda x: x >= 2, "at least 2"),
         ("seed", lambda x: 0 <= x < 2**32, "at least 0 and below 2^32"),
         ("policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
-        ("reward_scale", lambda x: x is None or 0 < x < math.inf, "finite and above 0"),
+        ("reward_scale advantage_floor", lambda x: x is None or 0 <= x < math.inf, "finite and at least 0"),
         ("floor", lambda x: x is None or math.isfinite(x), "finite"),
         ("expectile_tau", lambda x: 0 < x < 1, "above 0 and below 1; 0.5 is risk-neutral"),
         ("epsilon random_fraction", lambda x: 0 <= x <= 1, "at least 0 and at most 1"),
@@ -501,8 +502,9 @@ if __name__ == "__main__":
     if args.estimator == "resample" and get_state(env) is None:
         sys.exit(f"--estimator resample: the state of {args.env_id} cannot be restored; use --estimator action-noise.")
     tabular, cartpole = args.env_id in ("MachineReplacement", "RiverSwim"), args.env_id.startswith("CartPole")
-    usual = {"gamma": 0.9 if tabular else 0.995, "start_steps": 100_000 if cartpole else 400_000}
-    usual |= {"finish_steps": 160_000 if cartpole else 300_000, "reward_scale": 0.005 if cartpole else 0.05}
+    usual = (100_000, 160_000, 0.005, 0.1) if cartpole else (400_000, 300_000, 0.05, 0.0)
+    usual = dict(zip(("start_steps", "finish_steps", "reward_scale", "advantage_floor"), usual))
+    usual["gamma"] = 0.9 if tabular else 0.995
     args = replace(args, **{key: value for key, value in usual.items() if getattr(args, key) is None})
     D, A = env.observation_space.shape[0], int(env.action_space.n)
     torch.set_num_threads(1)  # the networks are too small to share
@@ -526,7 +528,7 @@ if __name__ == "__main__":
     policies, rows, current, plan = state["policies"], state["rows"], state["current"], []
     policy_dir = args.policy_dir or os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
     shaping = "env_id epsilon estimator num_resamples start_steps finish_steps hidden_dim policy_lr gamma reward_scale"
-    shaping = {key: getattr(args, key) for key in shaping.split()}  # with the seed, all that a policy depends on
+    shaping = {key: getattr(args, key) for key in (shaping + " advantage_floor").split()}  # these and the seed
     for tau in [None, 0.5, *sorted({tau for tau, _, _ in jobs} - {0.5})][tabular:]:
         name = names[tau] = f"{env_name}-{names[tau]}"
         path = os.path.join(policy_dir, name, "policy.pt")
@@ -540,7 +542,6 @@ if __name__ == "__main__":
                 sys.exit(f"{path}: damaged ({type(error).__name__}); delete it or use --retrain.")
             if differing:
                 sys.exit(f"{path}: trained with another {' and '.join(differing)}; use --retrain.")
-    plan = [tau for tau in plan if plan != [None]]
 
     # run folder, new or as the checkpoint left it
     run_name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
@@ -652,8 +653,7 @@ if __name__ == "__main__":
     result = {"script": "gen_expectile_data.py", "env_id": args.env_id, "seed": args.seed, "datasets": []} | scores
     metadata = scores | {"num_episodes_average_score": args.eval_episodes, "code_permalink": "gen_expectile_data.py"}
     metadata |= {"algorithm_name": "dynamic expectile actor-critic", "author": "the ERSAC reference implementation"}
-    box2d = "[box2d]" if "box2d" in str(env.spec.entry_point) else ""
-    metadata["requirements"] = [f"gymnasium{box2d}=={gym.__version__}"]
+    metadata["requirements"] = [f"gymnasium{'[box2d]' * ('box2d' in str(env.spec.entry_point))}=={gym.__version__}"]
     for tau, size, dataset_id in jobs:
         started, policy = time.time(), policies[tau]
         actor = nn.Linear(D, A, bias=False) if tabular else network(D, A, args.hidden_dim, 0.01)
@@ -665,8 +665,8 @@ if __name__ == "__main__":
         store_dataset(dataset_id, episodes, env, args.overwrite, description=description, **metadata)
         mean = np.mean([episode["rewards"].sum() for episode in episodes]).item()
         summary = {"dataset_id": dataset_id, "transitions": size, "episodes": len(episodes), "return_mean": mean}
-        summary |= {"policy_greedy_return": policy["greedy_return"], "seconds": time.time() - started}
-        result["datasets"].append(summary)
+        more = {"policy_greedy_return": policy["greedy_return"], "seconds": time.time() - started}
+        result["datasets"].append(summary | more)
         print(f"{dataset_id}: {size} transitions, {len(episodes)} episodes, mean return {mean:.1f}")
     write_file(folder, "result.json", json.dumps(result, indent=2).encode())
     if track:

@@ -6,7 +6,7 @@ trains what is missing (`--policy-dir` keeps it), measures every policy greedily
 and writes gen_policies.csv, gen_visitation.csv and gen_runs.csv beside this file, docs/figures/gen_visitation.png, and
 the tables of docs/gen_expectile_data.md. Rows that are there already are kept; --report-only just redraws. More noise:
 
-    python docs/benchmark/gen_report.py --env-id CartPole-v1 --epsilon 0.3 --policy-dir runs/gen_report_eps30
+    python docs/benchmark/gen_report.py --env-id CartPole-v1 --epsilon 0.3 --taus 0.5 0.1 --policy-dir runs/eps30
 """
 
 import csv
@@ -44,6 +44,8 @@ class Args:
     """episodes of each measurement"""
     env_id: str | None = None
     """only this environment; None is both"""
+    taus: tuple[float, ...] = TAUS
+    """risk levels"""
     epsilon: float = 0.1
     """noise of training and measurement; another than 0.1 has its own CSVs, gen_*_eps30.csv for 0.3"""
     report_only: bool = False
@@ -153,13 +155,14 @@ def distance(a, b):
 def distances(env_id, tables):
     """Rows (what, number of pairs, mean, lowest, highest)."""
     whole = {key[1:]: table.sum(0) for key, table in tables.items() if key[0] == env_id}
-    seeds = sorted({seed for seed, _ in whole if all((seed, tau) in whole for tau in TAUS)})  # complete ones
+    taus = sorted({tau for _, tau in whole})
+    seeds = sorted({seed for seed, _ in whole if all((seed, tau) in whole for tau in taus)})  # complete ones
     groups = {"two halves of the episodes of one policy": []}
     groups["two halves of the episodes of one policy"] = [distance(*t) for key, t in tables.items() if key[0] == env_id]
-    for tau in sorted(TAUS):
+    for tau in taus:
         pairs = itertools.combinations(seeds, 2)
         groups[f"two training seeds, both tau = {tau}"] = [distance(whole[s, tau], whole[r, tau]) for s, r in pairs]
-    for first, second in ((0.1, 0.5), (0.1, 0.9), (0.5, 0.9)):
+    for first, second in itertools.combinations(taus, 2):
         groups[f"tau = {first} and {second}, the same seed"] = [
             distance(whole[s, first], whole[s, second]) for s in seeds
         ]
@@ -255,9 +258,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
     done = {(r["env_id"], int(r["seed"]), float(r["tau"])) for r in read("policies", args.epsilon)}
-    for env_id, seed, tau in (
-        [] if args.report_only else itertools.product([args.env_id] if args.env_id else ENVS, SEEDS, TAUS)
-    ):
+    envs = () if args.report_only else (args.env_id,) if args.env_id else ENVS
+    for env_id, seed, tau in itertools.product(envs, SEEDS, args.taus):
         policy = train(env_id, seed, tau, Path(args.policy_dir) / f"{env_id}-seed{seed}", args.epsilon)
         if (env_id, seed, tau) not in done:
             row, cells = measure(env_id, seed, tau, policy, args.episodes, args.epsilon)
