@@ -69,7 +69,7 @@ def cells(grid):
         ellipsoids = [cell for cell in little if cell["uncertainty_set"] == "ellipsoid" and cell["upsilon"] == 1.0]
         return [cell | dict(upsilon=u) for cell in ellipsoids for u in (0.1, 0.3, 0.5, 0.7)]
     changes = [dict(total_updates=n) for n in (1000, 2000, 6000)] + [dict(reset_prob=p) for p in (0.0, 0.5)]
-    changes = [change | dict(polyak=0.005) for change in (*changes, dict(prior=(0.0, 10.0)))] + [dict(polyak=0.02)]
+    changes = [change | dict(polyak=0.005) for change in (*changes, dict(prior=(0.0, 10.0)))]
     return [cell | change for change in changes for cell in little]
 
 
