@@ -198,7 +198,7 @@ def test_actor_loss_sends_no_gradient_into_q_star():
 
 
 # ----- the algorithm, against a re-implementation with loops over states, actions, critics and transitions
-def plain_ersac(env_id, visits, resamples, q, kind, upsilon, updates, alpha=0.01, gamma=0.9, lr=0.01, polyak=0.005):
+def plain_ersac(env_id, visits, resamples, q, kind, upsilon, updates, alpha=0.01, gamma=0.9, lr=0.01, polyak=0.02):
     """Sweeps over the data with the sets written out in numpy, and Adam written out by hand."""
     P, R = MDPS[env_id]()
     N, S, A = q.shape
