@@ -437,13 +437,13 @@ def test_infinite_loss_stops_the_run(run):
     assert done.code == 1 and "update" in done.err.splitlines()[-1] and "not finite" in done.err
 
 
-def test_wandb_offline(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    done = run("ersac_tabular", *SHORT, "--track", "--num-seeds", 2)
-    assert done.code == 0 and (done.folders[0] / "result.json").exists()
+def test_wandb_offline(tmp_path):
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "ersac_tabular.py"), *map(str, SHORT), "--track", "--num-seeds", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and len(list(tmp_path.glob("runs/*/result.json"))) == 2, done.stderr
     stored = [path.name for path in tmp_path.glob("wandb/offline-run-*")]
-    assert len(stored) == 2 and all(any(name.endswith(f.name) for name in stored) for f in done.folders)
+    assert len(stored) == 2 and all(any(n.endswith(f.name) for n in stored) for f in tmp_path.glob("runs/*"))
 
 
 def test_without_a_wandb_account_the_run_goes_on(tmp_path):
