@@ -87,6 +87,22 @@ def cartpole_episodes(steps, seed):
     return env, episodes
 
 
+def lander_episodes(count):
+    """LunarLander under random actions: four actions, every episode ends in a crash."""
+    env, rng, episodes = gym.make("LunarLander-v3"), np.random.default_rng(0), []
+    for seed in range(count):
+        obs, done = env.reset(seed=seed)[0], False
+        episode = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
+        episode["observations"].append(obs)
+        while not done:
+            action = int(rng.integers(4))
+            obs, reward, done, truncated, _ = env.step(action)
+            for name, value in zip(episode, (obs, action, reward, done, truncated)):
+                episode[name].append(value)
+        episodes.append(episode)
+    return episodes
+
+
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory):
     """A folder of small Minari data sets: test/cartpole-v0 and some that the scripts must refuse."""
@@ -102,6 +118,7 @@ def datasets(tmp_path_factory):
 
     store("test/cartpole-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
     store("ersac/cartpole/tau50-3k-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
+    store("test/lander-v0", lander_episodes(8), gym.make("LunarLander-v3"), ref_min_score=-200.0, ref_max_score=260.0)
     broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
     store("test/nan-v0", broken, env)
     pendulum = gym.make("Pendulum-v1")

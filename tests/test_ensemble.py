@@ -292,6 +292,105 @@ def test_missing_data_set_of_ours_is_made(datasets, monkeypatch, capsys):
     assert ersac_ensemble.find_dataset(args).spec.dataset_id == "ersac/cartpole/tau50-3k-v0" and len(commands) == 1
 
 
+# ----- the training loop against a plain one
+def plain_data(dataset_id, gamma, return_scale):
+    """Data as numpy arrays with the script's normalisation, written anew: loops, float64."""
+    columns, seen = [[] for _ in range(5)], []
+    for episode in minari.load_dataset(dataset_id).iterate_episodes():
+        T = len(episode.actions)
+        for t in range(T):
+            step = episode.observations[t], episode.actions[t], episode.rewards[t]
+            for column, value in zip(columns, (*step, episode.observations[t + 1], float(episode.terminations[t]))):
+                column.append(value)
+            if episode.terminations[-1]:
+                seen.append(sum(gamma ** (k - t) * episode.rewards[k] for k in range(t, T)))
+    s, a, r, s_next, done = (np.array(column, np.float64) for column in columns)
+    mean, std = s.mean(0), np.maximum(s.std(0), 1e-3)
+    r = r * return_scale / math.sqrt(np.mean(np.square(seen)))
+    arrays = (s - mean) / std, a, r, (s_next - mean) / std, done
+    return [torch.tensor(x) for x in arrays]
+
+
+def plain_forward(parameters, obs):
+    """One critic with layer norm, written with matrix products only."""
+    h = obs
+    for layer, (w, b) in enumerate(zip(parameters[0::2], parameters[1::2])):
+        h = h @ w + b
+        if layer < 2:
+            centred = h - h.mean(-1, keepdim=True)
+            h = torch.relu(centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    return h
+
+
+def test_three_updates_equal_a_loop_over_critics_with_edac_bootstrap_and_learned_alpha(run, load, datasets):
+    """Everything the losses tests cannot see: signs, weights, annealing, who is updated from what and in which order."""
+    N, eta, gamma, alpha, polyak, lr_q, lr_pi, B, updates, seed = 4, 0.3, 0.97, 0.05, 0.1, 2e-3, 1e-3, 32, 3, 5
+    flags = f"--uncertainty-set box --edac-eta {eta} --bootstrap --autotune --num-critics {N} --hidden-dim 16 "
+    flags += f"--batch-size {B} --gamma {gamma} --alpha {alpha} --polyak {polyak} --q-lr {lr_q} --policy-lr {lr_pi} "
+    flags += f"--total-updates {updates} --seed {seed} --eval-episodes 1 --return-scale 3"
+    done = run("ersac_ensemble", "--dataset-id", "test/lander-v0", *flags.split())  # with two actions EDAC is constant
+    assert done.code == 0, done.err
+    ours = load(done.folders[0]).checkpoint
+
+    s, a, r, s_next, done = plain_data("test/lander-v0", gamma, 3.0)
+    a, D, A = a.long(), s.shape[1], 4
+    torch.manual_seed(seed)  # the same draws in the same order: bootstrap weights, critics, (unused) prior, actor
+    weights = torch.poisson(torch.ones(N, len(s)))
+    stacked, _, actor = EnsembleCritic(D, A, N, 16), EnsembleCritic(D, A, N, 16), Actor(D, A, 16).double()
+    pairs = list(zip(stacked.weights, stacked.biases))
+    critics = [[t for w, b in pairs for t in (w[n].detach().double(), b[n, 0].detach().double())] for n in range(N)]
+    critics = [[t.requires_grad_() for t in critic] for critic in critics]
+    targets = [[t.detach().clone() for t in critic] for critic in critics]
+    log_alpha = torch.tensor(math.log(alpha), dtype=torch.float64, requires_grad=True)
+    q_optimizers = [torch.optim.Adam(critic) for critic in critics]
+    pi_optimizer, alpha_optimizer = torch.optim.Adam(actor.parameters()), torch.optim.Adam([log_alpha])
+    generator = torch.Generator().manual_seed(seed)
+    for update in range(updates):
+        left = (updates - update) / updates
+        for optimizer in (*q_optimizers, pi_optimizer, alpha_optimizer):
+            optimizer.param_groups[0]["lr"] = left * (lr_q if optimizer in q_optimizers else lr_pi)
+        index = torch.randint(len(s), (B,), generator=generator)
+        temperature = math.exp(log_alpha.item())
+        q_next = torch.stack([plain_forward(t, s_next[index]) for t in targets]).min(0).values
+        p = torch.softmax(actor(s_next[index]), -1).detach()
+        soft_value = (p * (q_next - temperature * p.log())).sum(-1)
+        y = (r[index] + gamma * (1 - done[index]) * soft_value).detach()
+        q = [plain_forward(critic, s[index]) for critic in critics]
+        loss = 0
+        for n in range(N):
+            for b in range(B):
+                loss = loss + weights[n, index[b]] * (q[n][b, a[index[b]]] - y[b]) ** 2 / B
+        for i, j in itertools.combinations(range(N), 2):
+            x, z = (q[k] - q[k].gather(1, a[index][:, None]) for k in (i, j))
+            loss = loss + N * eta * F.cosine_similarity(x, z).mean()
+        for optimizer in q_optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in q_optimizers:
+            optimizer.step()
+        p = torch.softmax(actor(s[index]), -1)
+        lowest = torch.stack([plain_forward(critic, s[index]) for critic in critics]).min(0).values.detach()
+        gradient = torch.autograd.grad(-(p * (lowest - temperature * p.log())).sum(-1).mean(), list(actor.parameters()))
+        for parameter, g in zip(actor.parameters(), gradient):
+            parameter.grad = g
+        # alpha rises when the policy is less random than asked, as minus the gradient of alpha (H - target) says
+        missing = 0.3 * math.log(A) + (p * p.log()).sum(-1).mean().item()
+        log_alpha.grad = torch.tensor(-temperature * missing, dtype=torch.float64)
+        pi_optimizer.step()
+        alpha_optimizer.step()
+        for critic, target in zip(critics, targets):
+            for t, t_target in zip(critic, target):
+                t_target.copy_((1 - polyak) * t_target + polyak * t.detach())
+    close = dict(rtol=1e-3, atol=2e-5)
+    for part, expected in (("critic", critics), ("target", targets)):
+        for n, (kind, layer) in itertools.product(range(N), itertools.product(("weights", "biases"), range(3))):
+            value = expected[n][2 * layer + (kind == "biases")].detach().float()
+            torch.testing.assert_close(ours[part][f"{kind}.{layer}"][n].squeeze(0), value, **close)
+    for name, value in actor.state_dict().items():
+        torch.testing.assert_close(ours["actor"][name], value.float(), **close)
+    assert ours["log_alpha"].item() == pytest.approx(log_alpha.item(), abs=1e-5) != math.log(alpha)
+
+
 # ----- the script
 @pytest.mark.parametrize(
     "flags, method",

@@ -29,6 +29,8 @@ METHODS = {
     "Ell-N": "ersac_ensemble.py --uncertainty-set ellipsoid --upsilon 1.0",
     "Ell_0.9-N": "ersac_ensemble.py --uncertainty-set ellipsoid --upsilon 0.9",
     "EDAC": "ersac_ensemble.py --uncertainty-set box --edac-eta 1.0",
+    "Ell-Epi": "ersac_epinet.py --method ell-epi",
+    "Ell-Epi*": "ersac_epinet.py --method ell-epi-star",
     "BC": "docs/benchmark/clone.py",
 }
 COLUMNS = ("method", "env_id", "dataset_size", "expectile_tau", "seed", "flags", "dataset_id", "normalized_return")
