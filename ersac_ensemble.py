@@ -175,6 +175,8 @@ def make_eval_env(dataset, env_id, video_folder=None):
     """One plain environment: that of our data set's --env-id, or the one that a foreign data set recovers."""
     mode = {"render_mode": "rgb_array"} if video_folder else {}
     env = gym.make(env_id, **mode) if env_id else dataset.recover_environment(eval_env=True, **mode)
+    if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang the evaluation
+        env = gym.wrappers.TimeLimit(env, 10_000)
     return gym.wrappers.RecordVideo(env, video_folder, lambda episode: episode == 0) if video_folder else env
 
 
@@ -321,20 +323,26 @@ def evaluate(actor, env, episodes, seed, mean, std):
 def write_file(folder, name, content):
     """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
-    with open(path + ".tmp", "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    try:
+        with open(path + ".tmp", "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        sys.exit(f"{path}: cannot be written ({error.strerror}); make room, then --resume the run if it had begun.")
 
 
 def append_rows(folder, rows):
     """Add rows to metrics.csv, below a header if the file is new."""
-    with open(os.path.join(folder, "metrics.csv"), "a", newline="") as f:
-        writer = csv.DictWriter(f, rows[0] if rows else [])
-        if rows and f.tell() == 0:
-            writer.writeheader()
-        writer.writerows(rows)
+    try:
+        with open(os.path.join(folder, "metrics.csv"), "a", newline="") as f:
+            writer = csv.DictWriter(f, rows[0] if rows else [])
+            if rows and f.tell() == 0:
+                writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        sys.exit(f"{folder}/metrics.csv: cannot be written ({error.strerror}); make room there, then --resume the run.")
 
 
 def open_run_folder(folder, args, rows):
@@ -360,20 +368,21 @@ def load_checkpoint(folder, script):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         sys.exit(f"--resume {folder}: checkpoint.pt is damaged ({type(error).__name__}); start the run again.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
+    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script or "args" not in checkpoint:
         sys.exit(f"--resume {folder}: checkpoint.pt was not written by {script}; resume it with the script that did.")
     return checkpoint
 
 
 def resumed_args(args, stored):
     """The arguments of the run to resume; whatever else is on the command line must agree with them."""
-    for field in fields(args):
-        given, had = getattr(args, field.name), stored.get(field.name, field.default)
-        if field.name not in ("resume", "eval_only") and given not in (field.default, had):
-            flag = field.name.replace("_", "-")
-            sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
     known = {field.name for field in fields(args)} - {"resume", "eval_only"}
-    return replace(args, **{name: value for name, value in stored.items() if name in known})
+    stored = replace(args, **{name: value for name, value in stored.items() if name in known})
+    given = tyro.cli(type(args), default=stored)  # once more, so that a flag that repeats a default counts as given
+    for name in known:
+        value, had = getattr(given, name), getattr(stored, name)
+        if value != had:
+            sys.exit(f"--{name.replace('_', '-')} {value} contradicts the run to resume, which has {had}; drop it.")
+    return given
 
 
 def start_tracking(args, run_name, group):
@@ -460,15 +469,18 @@ if __name__ == "__main__":
     folder = os.path.join(args.output_dir, f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{now}")
     if checkpoint:
         folder, start_update, rows = os.path.normpath(args.resume), checkpoint["update"], checkpoint["rows"]
+        if not torch.equal(obs_mean.cpu(), checkpoint["obs_mean"]) or reward_scale != checkpoint["reward_scale"]:
+            sys.exit(f"--resume {folder}: {dataset.spec.dataset_id} has changed since; start a new run.")
         for name, part in (("critic", critic), ("target", target), ("actor", actor)):
             part.load_state_dict(checkpoint[name])
         q_optimizer.load_state_dict(checkpoint["q_optimizer"])
         policy_optimizer.load_state_dict(checkpoint["policy_optimizer"])
         log_alpha.data.copy_(checkpoint["log_alpha"])
         generator.set_state(checkpoint["generator"])
+    run_name = checkpoint["run_name"] if checkpoint else os.path.basename(folder)
     open_run_folder(folder, args, rows)
     args.track = args.track and not args.eval_only
-    track = start_tracking(args, os.path.basename(folder), f"{args.env_id} {method}")
+    track = start_tracking(args, run_name, f"{args.env_id} {method}")
     env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
 
     def save_checkpoint(update):
@@ -482,12 +494,14 @@ if __name__ == "__main__":
         state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
         state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state()}
         state |= {"obs_mean": obs_mean, "obs_std": obs_std, "reward_scale": reward_scale}
+        state |= {"run_name": run_name, "seconds": time.time() - started}
         torch.save(state, buffer := io.BytesIO())
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
+    started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
     if not checkpoint:
         save_checkpoint(0)
-    stop, started, tick, tick_update = [], time.time(), time.time(), start_update
+    stop, tick, tick_update = [], time.time(), start_update
     signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
     updates = range(start_update + 1, 0 if args.eval_only else args.total_updates + 1)
     bar = tqdm(updates, initial=start_update, total=args.total_updates, desc=method, unit="update", mininterval=1)
@@ -532,7 +546,8 @@ if __name__ == "__main__":
         torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), args.polyak)
 
         if not (q_loss + pi_loss).isfinite():
-            sys.exit(f"update {update}: a loss is not finite; try a smaller --q-lr, --policy-lr or --return-scale.")
+            name = "actor" if q_loss.isfinite() else "critic"
+            sys.exit(f"update {update}: {name} loss not finite; try a smaller --q-lr, --policy-lr or --return-scale.")
         last = update == args.total_updates
         if update % args.eval_interval == 0 or last:
             with torch.no_grad():
@@ -569,7 +584,7 @@ if __name__ == "__main__":
                 print(f"Stopped. To go on:\npython ersac_ensemble.py --resume {folder}")
                 sys.exit(130)
     bar.close()
-    speed = len(updates) / (time.time() - started)
+    speed = args.total_updates / (time.time() - started)
 
     # final evaluation of the last policy on fresh episodes
     if args.capture_video and not args.eval_only:

@@ -294,20 +294,26 @@ def monte_carlo(P, R, pi, gamma, episodes, rng):
 def write_file(folder, name, content):
     """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
-    with open(path + ".tmp", "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    try:
+        with open(path + ".tmp", "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        sys.exit(f"{path}: cannot be written ({error.strerror}); make room, then --resume the run if it had begun.")
 
 
 def append_rows(folder, rows):
     """Add rows to metrics.csv, below a header if the file is new."""
-    with open(os.path.join(folder, "metrics.csv"), "a", newline="") as f:
-        writer = csv.DictWriter(f, rows[0] if rows else [])
-        if rows and f.tell() == 0:
-            writer.writeheader()
-        writer.writerows(rows)
+    try:
+        with open(os.path.join(folder, "metrics.csv"), "a", newline="") as f:
+            writer = csv.DictWriter(f, rows[0] if rows else [])
+            if rows and f.tell() == 0:
+                writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        sys.exit(f"{folder}/metrics.csv: cannot be written ({error.strerror}); make room there, then --resume the run.")
 
 
 def open_run_folder(folder, args, rows):
@@ -333,20 +339,21 @@ def load_checkpoint(folder, script):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         sys.exit(f"--resume {folder}: checkpoint.pt is damaged ({type(error).__name__}); start the run again.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
+    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script or "args" not in checkpoint:
         sys.exit(f"--resume {folder}: checkpoint.pt was not written by {script}; resume it with the script that did.")
     return checkpoint
 
 
 def resumed_args(args, stored):
     """The arguments of the run to resume; whatever else is on the command line must agree with them."""
-    for field in fields(args):
-        given, had = getattr(args, field.name), stored.get(field.name, field.default)
-        if field.name not in ("resume", "eval_only") and given not in (field.default, had):
-            flag = field.name.replace("_", "-")
-            sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
     known = {field.name for field in fields(args)} - {"resume", "eval_only"}
-    return replace(args, **{name: value for name, value in stored.items() if name in known})
+    stored = replace(args, **{name: value for name, value in stored.items() if name in known})
+    given = tyro.cli(type(args), default=stored)  # once more, so that a flag that repeats a default counts as given
+    for name in known:
+        value, had = getattr(given, name), getattr(stored, name)
+        if value != had:
+            sys.exit(f"--{name.replace('_', '-')} {value} contradicts the run to resume, which has {had}; drop it.")
+    return given
 
 
 def start_tracking(args, run_name, group):
@@ -437,26 +444,28 @@ if __name__ == "__main__":
     for folder, k, history in zip(folders, seeds, rows):
         open_run_folder(folder, replace(args, seed=k, num_seeds=1), history)
     args.track = args.track and not args.eval_only
-    tracks = [start_tracking(args, os.path.basename(folder), f"{args.env_id} {method}") for folder in folders]
+    run_names = [checkpoint["run_name"]] if checkpoint else [os.path.basename(folder) for folder in folders]
+    tracks = [start_tracking(args, name, f"{args.env_id} {method}") for name in run_names]
 
     def save_checkpoints(update):
         """One a seed: each run folder can be resumed by itself, and goes on with the same numbers."""
         for k, folder in enumerate(folders):
             state = {"script": "ersac_tabular.py", "update": update, "rows": rows[k], "visits": visits[k].clone()}
             state["args"] = asdict(replace(args, seed=seeds[k], num_seeds=1, resume=None))
+            state |= {"run_name": run_names[k], "seconds": time.time() - started}
             state |= {"q": q[:, k].clone(), "q_target": q_target[:, k].clone(), "logits": logits[k].detach().clone()}
             adam = optimizer.state[logits].items()
             state["adam"] = {name: x if name == "step" else x[k : k + 1].clone() for name, x in adam}
             torch.save(state, buffer := io.BytesIO())
             write_file(folder, "checkpoint.pt", buffer.getvalue())
 
+    started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
     if not checkpoint:
         save_checkpoints(0)
     stop = []
     signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
     updates = range(start_update + 1, 0 if args.eval_only else args.total_updates + 1)
     bar = tqdm(updates, initial=start_update, total=args.total_updates, desc=method, unit="update", mininterval=1)
-    started = time.time()
     for update in bar:
         # compute target: worst case over the target critics' set, for every (s, a, s') that can occur
         log_pi = logits.log_softmax(-1).view(K * S, A)
@@ -501,7 +510,7 @@ if __name__ == "__main__":
                 }
                 scores = normalized_returns(P, R, logits.softmax(-1).numpy(), args.gamma, v_random, v_optimal)
             metrics |= {f"eval/{name}": score for name, score in scores.items()}
-            speed = (update - start_update) / (time.time() - started)
+            speed = update / (time.time() - started)
             for folder, history, track, k in zip(folders, rows, tracks, range(K)):
                 history.append({"update": update} | {name: values[k].item() for name, values in metrics.items()})
                 history[-1]["charts/updates_per_second"] = speed
@@ -517,7 +526,7 @@ if __name__ == "__main__":
                 print("Stopped. To go on:", *(f"python ersac_tabular.py --resume {f}" for f in folders), sep="\n")
                 sys.exit(130)
     bar.close()
-    speed = len(updates) / (time.time() - started)
+    speed = args.total_updates / (time.time() - started)
 
     # Final evaluation of the last policy, exact and by Monte Carlo; and of the set: is the robust value a lower bound
     # of this policy's true soft value, does the set hold its true soft Q-vector?

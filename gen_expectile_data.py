@@ -413,20 +413,26 @@ def store_dataset(dataset_id, episodes, env, overwrite, **metadata):
 def write_file(folder, name, content):
     """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
-    with open(path + ".tmp", "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    try:
+        with open(path + ".tmp", "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        sys.exit(f"{path}: cannot be written ({error.strerror}); make room, then --resume the run if it had begun.")
 
 
 def append_rows(folder, rows):
     """Add rows to metrics.csv, below a header if the file is new."""
-    with open(os.path.join(folder, "metrics.csv"), "a", newline="") as f:
-        writer = csv.DictWriter(f, rows[0] if rows else [])
-        if rows and f.tell() == 0:
-            writer.writeheader()
-        writer.writerows(rows)
+    try:
+        with open(os.path.join(folder, "metrics.csv"), "a", newline="") as f:
+            writer = csv.DictWriter(f, rows[0] if rows else [])
+            if rows and f.tell() == 0:
+                writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        sys.exit(f"{folder}/metrics.csv: cannot be written ({error.strerror}); make room there, then --resume the run.")
 
 
 def load_checkpoint(folder, script):
@@ -438,20 +444,21 @@ def load_checkpoint(folder, script):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         sys.exit(f"--resume {folder}: checkpoint.pt is damaged ({type(error).__name__}); start the run again.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
+    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script or "args" not in checkpoint:
         sys.exit(f"--resume {folder}: checkpoint.pt was not written by {script}; resume it with the script that did.")
     return checkpoint
 
 
 def resumed_args(args, stored):
     """The arguments of the run to resume; whatever else is on the command line must agree with them."""
-    for field in fields(args):
-        given, had = getattr(args, field.name), stored.get(field.name, field.default)
-        if field.name not in ("resume", "eval_only") and given not in (field.default, had):
-            flag = field.name.replace("_", "-")
-            sys.exit(f"--{flag} {given} contradicts the run to resume, which has {had}; leave it out.")
     known = {field.name for field in fields(args)} - {"resume", "eval_only"}
-    return replace(args, **{name: value for name, value in stored.items() if name in known})
+    stored = replace(args, **{name: value for name, value in stored.items() if name in known})
+    given = tyro.cli(type(args), default=stored)  # once more, so that a flag that repeats a default counts as given
+    for name in known:
+        value, had = getattr(given, name), getattr(stored, name)
+        if value != had:
+            sys.exit(f"--{name.replace('_', '-')} {value} contradicts the run to resume, which has {had}; drop it.")
+    return given
 
 
 def start_tracking(args, run_name, group):

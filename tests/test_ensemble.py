@@ -323,7 +323,7 @@ def plain_forward(parameters, obs):
 
 
 def test_three_updates_equal_a_loop_over_critics_with_edac_bootstrap_and_learned_alpha(run, load, datasets):
-    """Everything the losses tests cannot see: signs, weights, annealing, who is updated from what and in which order."""
+    """Everything the losses tests cannot see: signs, weights, annealing, what is updated from what and when."""
     N, eta, gamma, alpha, polyak, lr_q, lr_pi, B, updates, seed = 4, 0.3, 0.97, 0.05, 0.1, 2e-3, 1e-3, 32, 3, 5
     flags = f"--uncertainty-set box --edac-eta {eta} --bootstrap --autotune --num-critics {N} --hidden-dim 16 "
     flags += f"--batch-size {B} --gamma {gamma} --alpha {alpha} --polyak {polyak} --q-lr {lr_q} --policy-lr {lr_pi} "
