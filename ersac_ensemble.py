@@ -81,7 +81,11 @@ class Args:
     layer_norm: bool = True
     """layer normalisation in the critics, which keeps values of unseen actions from running away"""
 
-    total_updates: int = 20_000
+    clone_updates: int = 3000
+    """updates that clone the data's actions into the actor before all else; 0 is the paper's random start"""
+    critic_warmup: int = 1500
+    """updates of the critics alone, against the cloned actor; without cloning there is no such phase"""
+    total_updates: int = 6000
     """updates of critics, actor and entropy coefficient"""
     batch_size: int = 256
     """transitions in a minibatch"""
@@ -405,7 +409,11 @@ if __name__ == "__main__":
     for names, ok, rule in (
         ("dataset_size num_critics total_updates batch_size hidden_dim", lambda x: x >= 1, "at least 1"),
         ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
-        ("seed alpha edac_eta prior_scale", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+        (
+            "seed alpha edac_eta prior_scale clone_updates critic_warmup",
+            lambda x: 0 <= x < math.inf,
+            "finite and at least 0",
+        ),
         ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("return_scale", lambda x: x is None or 0 < x < math.inf, "finite and above 0, or None"),
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
@@ -498,8 +506,18 @@ if __name__ == "__main__":
         torch.save(state, buffer := io.BytesIO())
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
+    # before the first update the actor clones the data: the critics then evaluate a policy that the data can judge
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
     if not checkpoint:
+        clone_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
+        for _ in tqdm(
+            range(args.clone_updates), "cloning", unit="update", mininterval=1, disable=not args.clone_updates
+        ):
+            index = torch.randint(size, (args.batch_size,), generator=generator).to(device)
+            clone_loss = F.cross_entropy(actor(data[0][index]), data[1][index])
+            clone_optimizer.zero_grad()
+            clone_loss.backward()
+            clone_optimizer.step()
         save_checkpoint(0)
     stop, tick, tick_update = [], time.time(), start_update
     signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
@@ -538,9 +556,10 @@ if __name__ == "__main__":
         pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean()
         h = entropy(pi, log_pi).detach()  # [B]
         alpha_loss = (log_alpha.exp() * (h - args.target_entropy * math.log(A))).mean() if args.autotune else 0.0
-        policy_optimizer.zero_grad()
-        (pi_loss + alpha_loss).backward()
-        policy_optimizer.step()
+        if update > args.critic_warmup or args.clone_updates == 0:
+            policy_optimizer.zero_grad()
+            (pi_loss + alpha_loss).backward()
+            policy_optimizer.step()
 
         # update target critics
         torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), args.polyak)

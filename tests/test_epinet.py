@@ -1,6 +1,8 @@
 """ersac_epinet.py: closed forms against sampling, uncertainty that shrinks with data, and the script end to end."""
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from scipy.stats import chi2
 
 from ersac_epinet import EpinetCritic, epinet_loss, worst_case_ellipsoid, worst_case_gaussian
 
+ROOT = Path(__file__).resolve().parents[1]
 DATA = ("--dataset-id", "test/cartpole-v0", "--env-id", "CartPole-v1")
 SHORT = ("--total-updates", 24, "--eval-interval", 12, "--checkpoint-interval", 5, "--eval-episodes", 3)
 SMALL = (*DATA, *SHORT, "--hidden-dim", 16, "--batch-size", 32, "--num-index-samples", 20)
@@ -96,6 +99,23 @@ def test_samples_and_gradients_of_the_critic(head):
         assert all(g is None or (g == 0).all() for g in gradients)
     assert not any(p.requires_grad for p in critic.prior.parameters())
     assert torch.equal(critic.sample(obs, 0 * z)[0], critic.mean(critic.base(obs)))
+
+
+# ----- the claim that the method rests on
+def test_learned_spread_falls_like_one_over_root_n_and_stays_where_there_are_no_data():
+    sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
+    from epinet_toy import std_against_count
+
+    counts = (1, 10, 100)
+    rows = {n: [std_against_count(n, seed) for seed in range(100, 104)] for n in counts}
+    mean = {name: [np.mean([row[name] for row in rows[n]]) for n in counts] for name in rows[1][0]}
+    slope = np.polyfit(np.log(counts), np.log(mean["seen"]), 1)[0]
+    assert -0.58 < slope < -0.42  # 1/sqrt(n) is -0.5; nothing in the critic knows n
+    np.testing.assert_allclose(mean["seen"], mean["theory"], rtol=0.25)
+    for place in ("other_action", "far_state"):
+        kept = np.array(mean[place]) / mean[f"{place}_before"]
+        assert (kept > 0.6).all() and (kept < 1.6).all(), (place, kept)
+        assert mean[place][-1] > 4 * mean["seen"][-1]
 
 
 # ----- the script

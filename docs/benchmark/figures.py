@@ -35,7 +35,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves or upsilon; None makes them all"""
+    """one figure: visitation, sets, curves, upsilon or epinet; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -176,7 +176,47 @@ def upsilon(args):
     fig.savefig(f"{args.out}/tabular_upsilon.png")
 
 
-FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon}
+def read(name):
+    """Columns of a committed CSV."""
+    with open(ROOT / "docs" / "benchmark" / name, newline="") as f:
+        rows = list(csv.DictReader(f))
+    return {key: np.array([float(row[key]) for row in rows]) for key in rows[0]}
+
+
+def epinet(args):
+    """What the Epinet knows of its ignorance, from epinet_toy.py: spread against data points, and along a line."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 2.9))
+    data = read("epinet_std.csv")
+    counts = np.unique(data["n"])
+    for name, colour, label in (
+        ("seen", BLUE, "the pair that was tried n times"),
+        ("other_action", ORANGE, "the same state, other action"),
+        ("far_state", PURPLE, "a state far away"),
+    ):
+        y = np.stack([data[name][data["n"] == n] for n in counts])  # [counts, seeds]
+        left.plot(counts, y.mean(1), "o-", ms=3, lw=1.2, color=colour, label=label)
+        left.fill_between(counts, y.min(1), y.max(1), color=colour, alpha=0.15, lw=0)
+    left.plot(counts, counts**-0.5, ":", color="black", lw=1, label="theory: 1/√n")
+    left.set(xscale="log", yscale="log", xlabel="data points n", ylabel="standard deviation of q")
+    left.legend(fontsize=7)
+    data = read("epinet_line.csv")
+    x = np.unique(data["x"])
+    for name, colour, label in (
+        ("seen_action", BLUE, "action in the data"),
+        ("other_action", ORANGE, "other action"),
+        ("before", GREY, "before any data"),
+    ):
+        y = np.stack([data[name][data["x"] == v] for v in x])  # [states, seeds]
+        right.plot(x, y.mean(1), lw=1.2, color=colour, label=label)
+    for low, high, text in ((-2, -1, "1000"), (0.2, 0.6, "10")):
+        right.axvspan(low, high, color="black", alpha=0.07, lw=0)
+        right.text((low + high) / 2, 0.02, text, ha="center", fontsize=7)
+    right.set(xlabel="state (shaded: number of data points)", ylim=(0, None))
+    right.legend(fontsize=7)
+    fig.savefig(f"{args.out}/epinet_std.png")
+
+
+FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "epinet": epinet}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):

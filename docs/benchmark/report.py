@@ -37,8 +37,9 @@ def load(path):
     with open(path, newline="") as f:
         rows = [{k: number(v) for k, v in row.items()} for row in csv.DictReader(f)]
     for row in rows:
-        kind = row.get("uncertainty_set")
-        row["method"] = METHODS.get((kind, row["upsilon"] if kind == "ellipsoid" else None))
+        if "uncertainty_set" in row:
+            kind = row["uncertainty_set"]
+            row["method"] = METHODS.get((kind, row["upsilon"] if kind == "ellipsoid" else None))
     return rows
 
 
@@ -65,10 +66,12 @@ def interval(x, digits=0):
     return f"{x.mean():.{digits}f} ± {half:.{digits}f}"
 
 
-def marked(columns):
+def marked(columns, digits=0):
     """Intervals; bold the best and underlined the worst mean, if ahead of (behind) all others by 1 or more."""
-    cells, means = [interval(x) for x in columns], [x.mean() for x in columns]
+    cells, means = [interval(x, digits) for x in columns], [x.mean() for x in columns]
     order = np.argsort(means)
+    if len(cells) < 2:
+        return cells
     if means[order[-1]] - means[order[-2]] >= 1:
         cells[order[-1]] = f"**{cells[order[-1]]}**"
     if means[order[1]] - means[order[0]] >= 1:
@@ -175,6 +178,76 @@ def tuning(rows):
     return markdown(["changed from the defaults", "MDP", *METHODS.values()], table)
 
 
+def gym(rows, methods, env=None, size=None):
+    """Networks, default settings: a row for each environment, data size and tau, last policies over the seeds."""
+    rows = [r for r in rows if r["flags"] == "" and env in (None, r["env_id"]) and size in (None, r["dataset_size"])]
+    table = []
+    for key in sorted({(r["env_id"], r["dataset_size"], r["expectile_tau"]) for r in rows}):
+        where = dict(zip(("env_id", "dataset_size", "expectile_tau"), key))
+        columns = {m: per_seed(rows, "normalized_return", method=m, **where) for m in methods}
+        cells = dict(zip([m for m in methods if len(columns[m])], marked([x for x in columns.values() if len(x)], 1)))
+        seeds = sorted({len(x) for x in columns.values() if len(x)})
+        table.append([key[0], f"{key[1]:,}", key[2], *(cells.get(m, "") for m in methods), "/".join(map(str, seeds))])
+    return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods), "seeds"], table)
+
+
+def gym_tuning(rows):
+    """Every setting tried before the defaults were fixed, as it was run."""
+    table = []
+    for r in rows:
+        best = f"{r['best_return']:.0f}" if r["best_return"] != "" else ""
+        cells = [r["method"].replace("*", "\\*"), r["env_id"], f"{r['dataset_size']:,}", r["seed"], f"`{r['flags']}`"]
+        table.append([*cells, f"{r['normalized_return']:.1f}", f"{r['eval_return_mean']:.0f}", best])
+    header = ["method", "environment", "transitions", "seed", "arguments", "normalised return", "return"]
+    return markdown([*header, "best evaluation on the way"], table)
+
+
+def speed(rows):
+    """Milliseconds an update, and how that compares with SAC-N (box) at the same N; the Epinet's with N = 100."""
+    table = []
+    for r in rows:
+        N = r["num_critics"] if r["num_critics"] > 1 else ""
+        table.append([r["contender"], N, f"{r['ms_per_update']:.1f}", f"{r['ratio_to_box']:.3g}"])
+    return markdown(["what", "N", "ms an update", "relative to box"], table)
+
+
+def atari_runs(rows, methods, tuning):
+    """Pong, recorded by the scripted policy: every run, in the order they were made; tuning is on seeds below 100."""
+    table = []
+    for row in rows:
+        if (row["seed"] < 100) == tuning:
+            state = f"{row['updates']}" if row["finished"] else f"{row['updates']}, stopped"
+            cells = [methods[row["algo"]], row["seed"], f"`{row['flags']}`", state]
+            if row["finished"]:
+                cells.append(f"{row['eval_return_mean']:.1f} ± {row['eval_return_std']:.1f}")
+                cells += [f"{row['normalized_return']:.0f}", row["eval_episodes"], row["eval_distinct_returns"]]
+                cells.append(f"{row['updates'] / row['updates_per_second'] / 60:.0f}")
+            table.append(cells + [""] * (9 - len(cells)))
+    header = ["method", "seed", "arguments", "updates", "return ± std over episodes", "normalised", "episodes"]
+    return markdown([*header, "distinct returns", "minutes"], table)
+
+
+def atari_curves(rows, methods):
+    """Greedy return during the reported runs, two episodes a cell, so that the last column is not the result."""
+    runs = {(r["algo"], r["seed"]): [] for r in rows if r["seed"] >= 100}
+    for row in rows:
+        if row["seed"] >= 100:
+            runs[row["algo"], row["seed"]].append(f"{row['update']}: {row['eval/return']:.1f}")
+    return markdown(["method", "seed", "update: return"], [[methods[a], s, ", ".join(x)] for (a, s), x in runs.items()])
+
+
+def atari_speed(rows, methods):
+    """Updates per second, and the cost of 100 heads over one at batch 256."""
+    table = []
+    for algo, name in methods.items():
+        cells, at = [], {(r["batch_size"], r["heads"]): r["updates_per_second"] for r in rows if r["algo"] == algo}
+        heads = max(n for _, n in at)
+        cells = [f"{at[batch, heads]:.1f}" for batch in (32, 256)]
+        one = f"{100 * (at[256, 1] / at[256, heads] - 1):.0f} %" if heads == 100 else ""
+        table.append([name, heads, *cells, one])
+    return markdown(["method", "heads", "batch 32", "batch 256", "time over one head, batch 256"], table)
+
+
 def tables(folder):
     """Every table by name. A table whose CSV is missing is left out."""
     folder = Path(folder)
@@ -193,6 +266,27 @@ def tables(folder):
         made["tabular_rates"] = rates(smaller + [row for row in paper if row["dataset_size"] == 10])
     if tried:
         made["tabular_tuning"] = tuning(tried)
+    networks, timed = load(folder / "gym.csv"), load(folder / "speed.csv")
+    if networks:
+        made["gym_ensemble"] = gym(networks, ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "BC"))
+        made["gym_epinet"] = gym(networks, ("Ell-Epi*", "Ell-Epi", "Ell_0.9-N", "SAC-N", "BC"))
+    if tried := load(folder / "gym_tuning.csv"):
+        made["gym_tuning"] = gym_tuning(tried)
+    if timed:
+        made["speed"] = speed(timed)
+    methods = {"sac-n": "SAC-N", "ersac-ch-n": "ERSAC-CH-N", "ersac-ell-n": "ERSAC-Ell-N"}
+    methods |= {"ersac-ell-epi-star": "ERSAC-Ell-Epi*", "cql": "CQL", "iql": "IQL", "brac-bcq": "BRAC-BCQ"}
+    pong, atari_timed = load(folder / "atari_pong.csv"), load(folder / "speed_atari.csv")
+    if pong:
+        made["atari_pong"] = atari_runs(pong, methods, tuning=False)
+        made["atari_tuning"] = atari_runs(pong, methods, tuning=True)
+        made["atari_curves"] = atari_curves(load(folder / "atari_pong_curves.csv"), methods)
+    if atari_timed:
+        made["atari_speed"] = atari_speed(atari_timed, methods)
+    if (folder / "paper_atari.csv").exists():
+        with open(folder / "paper_atari.csv", newline="") as f:
+            header, *rows = csv.reader(f)
+        made["atari_paper"] = markdown(header, rows).replace("*", "\\*")
     return made
 
 
@@ -210,9 +304,11 @@ if __name__ == "__main__":
     readme = Path(args.docs).parent / "README.md"
     for path in [*sorted(Path(args.docs).rglob("*.md")), *([readme] if Path(args.docs) == DOCS else [])]:
         page = path.read_text()
-        unknown = set(re.findall(r"<!-- table: (tabular_\w+) -->", page)) - set(made)
+        unknown = set(re.findall(r"<!-- table: ((?:tabular|atari)_\w+) -->", page)) - set(made)
         if unknown:
-            sys.exit(f"{path}: no CSV for {', '.join(sorted(unknown))}; run docs/benchmark/tabular.py first.")
+            sys.exit(
+                f"{path}: no CSV for {', '.join(sorted(unknown))}; run docs/benchmark/tabular.py (or *_atari.py) first."
+            )
         if fill(page, made) != page:
             path.write_text(fill(page, made))
             print(f"{path.name} rewritten")

@@ -85,15 +85,16 @@ if __name__ == "__main__":
     unknown = set(args.methods) - set(METHODS)
     if unknown:
         sys.exit(f"--methods {' '.join(sorted(unknown))}: choose from {', '.join(METHODS)}.")
-    path, rows = Path(args.out), []
+    path, rows, text = Path(args.out), [], ""
     if path.exists():
-        with open(path, newline="") as f:
-            rows = [row for row in csv.DictReader(f) if row["seconds"]]  # a kill may leave half a line
-    with open(f"{path}.tmp", "w", newline="") as f:
-        writer = csv.DictWriter(f, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(f"{path}.tmp", path)
+        text = path.read_text()
+        rows = [row for row in csv.DictReader(text.splitlines()) if row["seconds"]]
+    if not text.endswith("\n"):  # a new file, or a kill has left half a line; else other sweeps may be writing here
+        with open(f"{path}.tmp", "w", newline="") as f:
+            writer = csv.DictWriter(f, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(f"{path}.tmp", path)
     name = ("method", "env_id", "dataset_size", "expectile_tau", "seed", "flags")
     have = {tuple(row[k] for k in name) for row in rows}
     grid = itertools.product(args.seeds, args.envs, args.sizes, args.taus, args.methods)
