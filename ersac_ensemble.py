@@ -188,7 +188,7 @@ def make_eval_env(dataset, env_id, video_folder=None):
 class EnsembleCritic(nn.Module):
     """N independent critics with two hidden layers. forward(obs [B, D]) -> q [N, B, A]"""
 
-    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim, layer_norm=True, block=10):
+    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim, layer_norm=True, block=5):
         super().__init__()
         self.num_critics, self.hidden_dim, self.layer_norm, self.block = num_critics, hidden_dim, layer_norm, block
         sizes = [(obs_dim, hidden_dim), (hidden_dim, hidden_dim), (hidden_dim, num_actions)]
@@ -197,20 +197,16 @@ class EnsembleCritic(nn.Module):
         self.biases = nn.ParameterList(torch.empty(num_critics, 1, s[1]).uniform_(-b, b) for s, b in zip(sizes, bounds))
 
     def forward(self, obs):
-        q = []
-        for start in range(0, self.num_critics, self.block):  # a block of critics fits into the processor's cache
-            (w1, w2, w3), (b1, b2, b3) = (
-                [p[start : start + self.block] for p in ps] for ps in (self.weights, self.biases)
-            )
-            n = len(w1)
+        q, parameters = [], [p for layer in zip(self.weights, self.biases) for p in layer]
+        for w1, b1, w2, b2, w3, b3 in zip(*(p.split(self.block) for p in parameters)):  # n critics fit into the cache
             h = obs @ w1.transpose(0, 1).reshape(obs.shape[-1], -1)  # the input is shared: one matmul, [B, n H]
-            h = h.view(-1, n, self.hidden_dim).transpose(0, 1) + b1  # [n, B, H]
+            h = h.view(-1, len(w1), self.hidden_dim).transpose(0, 1) + b1  # [n, B, H]
             h = torch.baddbmm(b2, self.activate(h), w2)  # [n, B, H]
             q.append(torch.baddbmm(b3, self.activate(h), w3))  # [n, B, A]
         return torch.cat(q)  # [N, B, A]
 
     def activate(self, h):
-        return F.relu(F.layer_norm(h, h.shape[-1:]) if self.layer_norm else h)
+        return F.relu(F.layer_norm(h, h.shape[-1:]) if self.layer_norm else h, inplace=True)
 
 
 def critic_loss(q, action, target):
