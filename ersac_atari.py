@@ -89,6 +89,10 @@ class Args:
     brac_weight: float = 0.1
     """weight of BRAC's KL penalty (brac-bcq)"""
 
+    clone_updates: int = 3000
+    """updates that clone the data's actions into the actor before all else; 0 is a random start"""
+    critic_warmup: int = 1000
+    """updates of the critic alone, against the actor as it starts"""
     total_updates: int = 100_000
     """updates of critic and actor"""
     batch_size: int = 32
@@ -97,6 +101,8 @@ class Args:
     """width of the encoder's last layer and of the actor's hidden layer"""
     gamma: float = 0.99
     """discount factor in [0, 1)"""
+    n_step: int = 1
+    """rewards of the data that a target sums before it asks the critic; the paper's targets have 1"""
     q_lr: float = 3e-4
     """Adam step size of encoder and critic"""
     policy_lr: float = 3e-4
@@ -165,12 +171,12 @@ def load_frames(dataset, cache_dir):
             shape, at, columns = (int(dataset.total_steps + dataset.total_episodes), 84, 84), 0, []
             frames = np.lib.format.open_memmap(os.path.join(temporary, "frames.npy"), "w+", np.uint8, shape)
             for episode in tqdm(dataset.iterate_episodes(), "decoding", int(dataset.total_episodes), unit="episode"):
-                T, reward = len(episode.rewards), np.float32(episode.rewards)
+                reward, ends, T = np.float32(episode.rewards), np.float32(episode.terminations), len(episode.rewards)
                 if not np.isfinite(reward).all():
                     sys.exit(f"{name} holds rewards that are not finite; repair the data set or choose another.")
                 for t in range(T + 1):  # Minari: T + 1 observations, T of everything else
                     frames[at + t] = decode(episode.observations[t])
-                columns.append((at + np.arange(T), np.full(T, at), episode.actions, reward, episode.terminations))
+                columns.append((at + np.arange(T), np.full(T, at), np.int64(episode.actions), reward, ends))
                 at += T + 1
             np.savez(os.path.join(temporary, "columns.npz"), *map(np.concatenate, zip(*columns)))
             frames.flush()
@@ -181,26 +187,24 @@ def load_frames(dataset, cache_dir):
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     frames, columns = (np.load(os.path.join(cache, x), mmap_mode="r") for x in ("frames.npy", "columns.npz"))
-    frame, first, action, reward, terminated = (torch.as_tensor(columns[f"arr_{i}"]) for i in range(5))
-    return frames, frame, first, action.long(), reward, terminated.float()
+    return frames, *(torch.as_tensor(columns[f"arr_{i}"]) for i in range(5))
 
 
-def stack(frames, frame, first, depth=5):
-    """The last `depth` frames up to number frame + 1, never across the episode's start, where the first one repeats:
-    [:, :4] is what FrameStackObservation shows at t, [:, 1:] at t + 1. [B, depth, 84, 84] uint8"""
-    numbers = frame[:, None] + torch.arange(2 - depth, 2)  # [B, depth]
+def stack(frames, number, first):
+    """Frame `number` and the three before it; before an episode's start its first one repeats. [B, 4, 84, 84] uint8"""
+    numbers = number[:, None] + torch.arange(-3, 1)  # [B, 4]
     return torch.from_numpy(frames[torch.maximum(numbers, first[:, None]).numpy()])
 
 
-def returns_to_go(first, reward, terminated, gamma):
-    """Discounted return that followed each transition (NaN if the episode was cut before its end). [|D|]"""
-    first, returns, terminated = first.tolist(), reward.tolist(), terminated.tolist()
-    for t in reversed(range(len(returns))):
-        if t + 1 == len(returns) or first[t] != first[t + 1]:  # an episode's last transition
-            returns[t] += 0.0 if terminated[t] else math.nan
-        else:
-            returns[t] += gamma * returns[t + 1]
-    return torch.tensor(returns)
+def n_step(first, reward, terminated, gamma, n):
+    """Discounted reward of the next n steps, fewer at an episode's end; how many these are; if they end it. [|D|]"""
+    t, total, steps = torch.arange(len(reward)), torch.zeros(len(reward)), torch.zeros(len(reward), dtype=torch.long)
+    for k in range(n):
+        later = (t + k).clamp(max=len(reward) - 1)
+        inside = (t + k == later) & (first[later] == first)
+        total += torch.where(inside, gamma**k * reward[later], 0.0)
+        steps += inside
+    return total, steps, terminated[t + steps - 1]
 
 
 def make_atari_env(dataset, video_folder=None):
@@ -216,7 +220,7 @@ def make_atari_env(dataset, video_folder=None):
     return gym.wrappers.FrameStackObservation(env, 4)
 
 
-# ===== Critic: one encoder for all methods, and the heads that read it
+# ===== Critic: the encoder of all methods, and the heads that read it
 class EnsembleHeads(nn.Module):
     """N linear critics on the features, each with its frozen prior. forward(psi [B, H]) -> q [N, B, A]"""
 
@@ -239,9 +243,9 @@ class EpinetHeads(nn.Module):
         super().__init__()
         self.shape, self.prior_scale = (num_actions, index_dim), prior_scale
         self.mean = nn.Linear(hidden_dim, num_actions)
-        A, d = self.shape
+        sizes = hidden_dim, 50, num_actions * index_dim
         self.learnable, self.prior = (
-            nn.Sequential(nn.Linear(hidden_dim, 50), nn.ReLU(), nn.Linear(50, A * d)) for _ in range(2)
+            nn.Sequential(nn.Linear(*sizes[:2]), nn.ReLU(), nn.Linear(*sizes[1:])) for _ in range(2)
         )
         self.prior.requires_grad_(False)
 
@@ -250,12 +254,13 @@ class EpinetHeads(nn.Module):
         return self.mean(psi), sigma.unflatten(-1, self.shape)
 
 
-class PixelCritic(nn.Module):
-    """The Nature CNN (Mnih et al., 2015), its features normalised, and what reads them: the critic heads, IQL's state
-    value, BRAC-BCQ's behaviour policy. forward(obs) -> what the heads return"""
+class PixelNetwork(nn.Module):
+    """The Nature CNN (Mnih et al., 2015), its features normalised, and the heads that read them, for critic and actor;
+    value is IQL's V(s), behaviour BRAC-BCQ's cloned policy. forward(obs) -> what the heads return"""
 
-    def __init__(self, heads, hidden_dim, num_actions):
+    def __init__(self, heads, hidden_dim, num_actions, mean, std):
         super().__init__()
+        self.mean, self.std = nn.Buffer(mean), nn.Buffer(std)  # of the data's frames: what moves is left
         self.cnn = nn.Sequential(
             *(nn.Conv2d(4, 32, 8, stride=4), nn.ReLU()),  # [B, 32, 20, 20]
             *(nn.Conv2d(32, 64, 4, stride=2), nn.ReLU()),  # [B, 64, 9, 9]
@@ -266,7 +271,7 @@ class PixelCritic(nn.Module):
 
     def encoder(self, obs):
         """obs [B, 4, 84, 84] uint8 -> psi [B, H]"""
-        return self.cnn((obs.float() / 255).contiguous(memory_format=torch.channels_last))
+        return self.cnn(((obs - self.mean) / self.std).contiguous(memory_format=torch.channels_last))
 
     def forward(self, obs):
         return self.heads(self.encoder(obs))
@@ -390,7 +395,7 @@ def play(policy, env, episodes, seed, device):
         obs, _ = env.reset(seed=seed + episode)
         wait, done = np.random.default_rng(seed + episode).integers(31), False
         while not done:
-            action = 0 if wait > 0 else int(policy(torch.as_tensor(obs[None], device=device)).argmax())
+            action = 0 if wait > 0 else int(policy(torch.as_tensor(obs[None], device=device))[0].argmax())
             obs, reward, terminated, truncated, _ = env.step(action)
             returns[episode] += reward
             wait, done = wait - 1, terminated or truncated
@@ -479,11 +484,12 @@ if __name__ == "__main__":
     checkpoint = load_checkpoint(args.resume, "ersac_atari.py") if args.resume else None
     if checkpoint:
         args = resumed_args(args, checkpoint["args"])
-    algo, star = args.algo, args.algo == "ersac-ell-epi-star"
+    algo, star, method = args.algo, args.algo == "ersac-ell-epi-star", METHODS[args.algo]
     for names, ok, rule in (
-        ("num_critics index_dim total_updates batch_size hidden_dim", lambda x: x >= 1, "at least 1"),
+        ("num_critics index_dim total_updates batch_size hidden_dim n_step", lambda x: x >= 1, "at least 1"),
         ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
-        ("seed alpha prior_scale noise_scale", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+        ("seed clone_updates critic_warmup", lambda x: x >= 0, "at least 0"),
+        ("alpha prior_scale noise_scale", lambda x: 0 <= x < math.inf, "finite and at least 0"),
         ("cql_weight iql_beta brac_weight", lambda x: 0 <= x < math.inf, "finite and at least 0"),
         ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
@@ -496,7 +502,6 @@ if __name__ == "__main__":
         for name in names.split():
             if not ok(getattr(args, name)):
                 sys.exit(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {rule}.")
-    method = METHODS[algo]
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
@@ -506,25 +511,22 @@ if __name__ == "__main__":
     dataset = find_atari_dataset(args)
     frames, frame, first, action, reward, terminated = load_frames(dataset, args.cache_dir)
     reward = reward.clamp(-1, 1)  # for learning only
-    returns = returns_to_go(first, reward, terminated, args.gamma)
+    reward, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
+    discount, next_frame = args.gamma**steps, frame + steps
     size, A, env_id = len(action), int(dataset.spec.action_space.n), dataset.spec.env_spec.id
-    data = [
-        size,
-        action.sum().item(),
-        reward.sum().item(),
-        int(frames[0].sum()),
-        int(frames[-1].sum()),
-    ]  # a fingerprint
+    data = [size, action.sum().item(), reward.sum().item(), int(frames[-1].sum())]  # to notice changes on --resume
     low, high = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     c = F.normalize(torch.randn(size, args.index_dim), dim=-1).to(device)  # each transition's direction, [|D|, d_z]
 
-    # critic, target critic, actor on the critic's features
+    # critic, target critic, actor with an encoder of its own
     H, many = args.hidden_dim, algo in ("sac-n", "ersac-ch-n", "ersac-ell-n")
     ensemble = (args.num_critics, args.prior_scale) if many else (2, 0.0)  # the baselines' clipped double Q
     heads = EpinetHeads(H, A, args.index_dim, args.prior_scale) if star else EnsembleHeads(H, A, *ensemble)
-    critic = PixelCritic(heads, H, A).to(device)
+    some = torch.from_numpy(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
+    mean, std = some.mean(0), (some - some.mean(0)).square().mean().sqrt().clamp(min=1.0)
+    critic = PixelNetwork(heads, H, A, mean, std).to(device)
     target = copy.deepcopy(critic).requires_grad_(False)
-    actor = nn.Sequential(nn.Linear(H, H), nn.ReLU(), nn.Linear(H, A)).to(device)
+    actor = PixelNetwork(nn.Linear(H, A), H, A, mean, std).to(device)
     q_optimizer = torch.optim.Adam([p for p in critic.parameters() if p.requires_grad], lr=args.q_lr, fused=True)
     policy_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
     worst_case = {
@@ -533,16 +535,13 @@ if __name__ == "__main__":
         "ersac-ell-epi-star": lambda output, pi: worst_case_gaussian(*output, pi, math.sqrt(chi2.ppf(args.upsilon, A))),
     }.get(algo, worst_case_box)  # SAC-N, and the lower of the baselines' two critics
 
-    def log_policy(psi):
-        """log pi on the critic's features, whose encoder gets no gradient; BCQ rules actions out. [B, A]"""
-        logits = actor(psi.detach())
+    def log_policy(obs):
+        """log pi, and for BRAC-BCQ log b, by which BCQ's filter rules actions out. [B, A], [B, A]"""
+        logits, log_b = actor(obs), None
         if algo == "brac-bcq":
-            log_b = critic.behaviour(psi.detach()).detach().log_softmax(-1)
+            log_b = critic.behaviour(critic.encoder(obs)).detach().log_softmax(-1)
             logits = logits.masked_fill(~bcq_filter(log_b, args.bcq_threshold), -1e9)
-        return logits.log_softmax(-1)
-
-    def policy(obs):
-        return log_policy(critic.encoder(obs))
+        return logits.log_softmax(-1), log_b
 
     # run folder, new or as the checkpoint left it
     now, start_update, rows = int(time.time()), 0, []
@@ -571,7 +570,14 @@ if __name__ == "__main__":
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
-    if not checkpoint:
+    if not checkpoint:  # clone the data into the actor first: the critic then judges a policy that the data know
+        for _ in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
+            index = torch.randint(size, (args.batch_size,), generator=generator)
+            logits = actor(stack(frames, frame[index], first[index]).to(device))  # [B, A]
+            policy_optimizer.zero_grad()
+            F.cross_entropy(logits, action[index].to(device)).backward()
+            policy_optimizer.step()
+        policy_optimizer.state.clear()
         save_checkpoint(0)
     stop, tick, tick_update = [], time.time(), start_update
     signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
@@ -582,31 +588,26 @@ if __name__ == "__main__":
             for optimizer, lr in ((q_optimizer, args.q_lr), (policy_optimizer, args.policy_lr)):
                 optimizer.param_groups[0]["lr"] = lr * (1 - (update - 1) / args.total_updates)
         index = torch.randint(size, (args.batch_size,), generator=generator)
-        seen = stack(frames, frame[index], first[index]).to(device)  # [B, 5, 84, 84] uint8
-        s, s_next = seen[:, :4], seen[:, 1:]
-        a, r, done, followed = (x[index].to(device) for x in (action, reward, terminated, returns))  # [B]
+        s, s_next = (stack(frames, x[index], first[index]).to(device) for x in (frame, next_frame))  # [B, 4, 84, 84]
+        a, r, done, gamma = (x[index].to(device) for x in (action, reward, terminated, discount))  # [B]
         extra = torch.zeros((), device=device)  # what a baseline adds to the critic's loss
 
         # compute target
         with torch.no_grad():
-            psi_next = critic.encoder(s_next)  # [B, H]
             if algo == "iql":  # no action but the data's is ever asked for
-                y = r + args.gamma * (1 - done) * critic.value(psi_next)[:, 0]  # [B]
+                y = r + gamma * (1 - done) * critic.value(critic.encoder(s_next))[:, 0]  # [B]
                 q_old = worst_case_box(target(s), None).gather(1, a[:, None])[:, 0]  # Q(s, a) of the targets, [B]
             else:
-                log_pi = log_policy(psi_next)  # [B, A]
+                log_pi, log_b = log_policy(s_next)  # [B, A]
                 q_star = worst_case(target(s_next), log_pi.exp())  # [B, A]
-                y = robust_target(r, done, log_pi.exp(), log_pi, q_star, args.alpha, args.gamma)  # [B]
+                y = robust_target(r, done, log_pi.exp(), log_pi, q_star, args.alpha, gamma)  # [B]
             if algo == "brac-bcq":
-                log_b = critic.behaviour(psi_next).log_softmax(-1)  # [B, A]
-                y = y - args.gamma * (1 - done) * args.brac_weight * brac_kl(log_pi.exp(), log_pi, log_b)
+                y = y - gamma * (1 - done) * args.brac_weight * brac_kl(log_pi.exp(), log_pi, log_b)
 
         # critic update: mean over the batch, sum over the heads
         psi = critic.encoder(s)  # [B, H]
         output = critic.heads(psi)  # [N, B, A], or mu [B, A] and sigma_bar [B, A, d_z]
-        td = (
-            epinet_loss(*output, a, y, c[index], args.noise_scale) if star else critic_loss(output, a, y)
-        )  # [B] or [N, B]
+        td = epinet_loss(*output, a, y, c[index], args.noise_scale) if star else critic_loss(output, a, y)  # [.., B]
         if algo == "cql":
             extra = args.cql_weight * cql_penalty(output, a).mean(-1).sum()
         if algo == "iql":
@@ -619,11 +620,11 @@ if __name__ == "__main__":
         q_loss.backward()
         q_optimizer.step()
 
-        # actor update against the updated critic
+        # actor update against the updated critic, once the critic has seen the cloned actor
         with torch.no_grad():
             psi = critic.encoder(s)  # [B, H]
-            output, v, log_b = critic.heads(psi), critic.value(psi)[:, 0], critic.behaviour(psi).log_softmax(-1)
-        log_pi = log_policy(psi)  # [B, A]
+            output, v = critic.heads(psi), critic.value(psi)[:, 0]
+        log_pi, log_b = log_policy(s)  # [B, A]
         pi = log_pi.exp()
         q_star = worst_case(output, pi.detach())  # [B, A]
         pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean()
@@ -632,9 +633,10 @@ if __name__ == "__main__":
             pi_loss = -(weights * log_pi.gather(1, a[:, None])[:, 0]).mean()
         if algo == "brac-bcq":
             pi_loss = pi_loss + args.brac_weight * brac_kl(pi, log_pi, log_b).mean()
-        policy_optimizer.zero_grad()
-        pi_loss.backward()
-        policy_optimizer.step()
+        if update > args.critic_warmup:
+            policy_optimizer.zero_grad()
+            pi_loss.backward()
+            policy_optimizer.step()
 
         # update target critic
         torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), args.polyak)
@@ -647,17 +649,16 @@ if __name__ == "__main__":
             with torch.no_grad():
                 mu = output[0] if star else output.mean(0)  # [B, A]
                 std = output[1].norm(dim=-1) if star else output.std(0, correction=0)  # [B, A]
-                taken, ended = F.one_hot(a, A).bool(), followed.isfinite()
+                taken = F.one_hot(a, A).bool()  # [B, A]
                 agreement = (pi.argmax(-1) == a).float().mean()
                 row = {"losses/critic_loss": td.mean(), "losses/extra": extra, "losses/actor_loss": pi_loss}
                 row |= {"charts/policy_entropy": entropy(pi, log_pi).mean(), "charts/q_data_actions": mu[taken].mean()}
                 row |= {"charts/q_robust": (pi * q_star).sum(-1).mean(), "charts/agreement": agreement}
                 row |= {"charts/q_gap": (pi * (mu - q_star)).sum(-1).mean()}
-                row |= {"charts/q_minus_return": (mu[taken] - followed)[ended].mean()}
                 row |= {"charts/std_data_actions": std[taken].mean(), "charts/std_other_actions": std[~taken].mean()}
             rows.append({"update": update} | {name: value.item() for name, value in row.items()})
             rows[-1]["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
-            scores = play(policy, env, max(args.eval_episodes // 10, 1), 10**6 * (args.seed + 1), device)
+            scores = play(log_policy, env, max(args.eval_episodes // 10, 1), 10**6 * (args.seed + 1), device)
             rows[-1] |= {"eval/return": scores.mean().item(), "eval/distinct_returns": len(np.unique(scores))}
             append_rows(folder, rows[-1:])
             tick, tick_update = time.time(), update
@@ -676,11 +677,11 @@ if __name__ == "__main__":
     # final evaluation of the last policy on fresh episodes
     if args.capture_video and not args.eval_only:
         env = make_atari_env(dataset, os.path.join(folder, "video"))
-    scores = play(policy, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, device)
+    scores = play(log_policy, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, device)
     env.close()
     with torch.no_grad():
         some = torch.linspace(0, size - 1, min(size, 1000)).long()
-        log_pi = policy(stack(frames, frame[some], first[some])[:, :4].to(device))  # [1000, A]
+        log_pi, _ = log_policy(stack(frames, frame[some], first[some]).to(device))  # [1000, A]
     result = {"script": "ersac_atari.py", "method": method, "env_id": env_id, "seed": args.seed}
     result |= {"dataset_id": dataset.spec.dataset_id, "updates": args.total_updates, "updates_per_second": speed}
     result |= {"eval_episodes": args.eval_episodes, "eval_return_mean": scores.mean(), "eval_return_std": scores.std()}

@@ -23,7 +23,7 @@ from ersac_atari import (
     METHODS,
     EnsembleHeads,
     EpinetHeads,
-    PixelCritic,
+    PixelNetwork,
     bcq_filter,
     brac_kl,
     cql_penalty,
@@ -31,8 +31,8 @@ from ersac_atari import (
     expectile_loss,
     load_frames,
     make_atari_env,
+    n_step,
     play,
-    returns_to_go,
     stack,
     worst_case_box,
     worst_case_ellipsoid,
@@ -44,6 +44,7 @@ DATA = ("--dataset-id", "test/pong-v0")
 SHORT = ("--total-updates", 6, "--eval-interval", 3, "--checkpoint-interval", 2, "--eval-episodes", 2)
 T = 24  # steps of an episode
 SMALL = (*DATA, *SHORT, "--hidden-dim", 16, "--batch-size", 4, "--num-critics", 5, "--index-dim", 3)
+SMALL += ("--clone-updates", 3, "--critic-warmup", 1)
 
 
 def pong(steps=T):
@@ -106,11 +107,11 @@ def test_stacks_are_those_of_frame_stack_observation_in_the_recovered_environmen
     assert isinstance(env, gym.wrappers.FrameStackObservation) and env.observation_space.shape == (4, 84, 84)
     for number, episode in enumerate(dataset.iterate_episodes()):
         obs, _ = env.reset(seed=number)
-        both = stack(frames, frame[at : at + T], first[at : at + T]).numpy()  # [T, 5, 84, 84]
+        now, after = (stack(frames, frame[at : at + T] + k, first[at : at + T]).numpy() for k in (0, 1))
         for t in range(T):
-            assert np.array_equal(obs, both[t, :4]), t
+            assert np.array_equal(obs, now[t]), t
             obs, reward, _, truncated, _ = env.step(int(episode.actions[t]))
-            assert np.array_equal(obs, both[t, 1:]), t
+            assert np.array_equal(obs, after[t]), t
         assert truncated and at == T * number
         at += T
 
@@ -123,13 +124,12 @@ def test_stacks_never_cross_an_episodes_start(games, tmp_path):
     for episode in dataset.iterate_episodes():
         seen = deque([episode.observations[0]] * 4, maxlen=4)
         for t in range(T):
-            now = list(seen)
+            expected.append(np.stack([decode(x) for x in seen]))
             seen.append(episode.observations[t + 1])
-            expected.append(np.stack([decode(x) for x in [*now, seen[-1]]]))
     assert np.array_equal(stack(frames, frame, first).numpy(), np.stack(expected))
 
 
-def test_transitions_returns_and_clipping(games, tmp_path):
+def test_transitions(games, tmp_path):
     dataset = minari.load_dataset("test/pong-v0")
     _, frame, first, action, reward, terminated = load_frames(dataset, str(tmp_path))
     assert np.array_equal(action, np.concatenate([e.actions for e in dataset.iterate_episodes()]))
@@ -137,10 +137,19 @@ def test_transitions_returns_and_clipping(games, tmp_path):
     assert reward.max() == 3 and terminated.nonzero()[:, 0].tolist() == [
         3 * T - 1
     ]  # raw here; truncations do not count
-    returns = returns_to_go(first, reward, terminated, 0.9)
-    assert returns[: 2 * T].isnan().all()  # two episodes were cut
-    expected = [sum(0.9**k * r for k, r in enumerate(reward[t:].tolist())) for t in range(2 * T, 3 * T)]
-    assert returns[2 * T :].numpy() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 3, 100])
+def test_n_step_rewards_stay_within_their_episode(n):
+    first = torch.tensor([0, 0, 0, 0, 5, 5, 8])  # episodes of 4, 2 and 1 steps
+    reward = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    terminated = torch.tensor([0.0, 0, 0, 1, 0, 0, 1])  # the second one was cut
+    total, steps, ended = n_step(first, reward, terminated, 0.5, n)
+    for start, end in ((0, 4), (4, 6), (6, 7)):
+        for t in range(start, end):
+            taken = list(range(t, min(t + n, end)))
+            assert total[t].item() == pytest.approx(sum(0.5 ** (k - t) * reward[k].item() for k in taken))
+            assert steps[t] == len(taken) and ended[t] == terminated[taken[-1]]
 
 
 def test_frames_are_decoded_once_and_again_when_the_data_change(games, tmp_path, monkeypatch):
@@ -233,7 +242,8 @@ def test_worst_cases_with_18_actions(dtype):
 
 # ----- the networks
 def test_encoder_is_the_nature_cnn_channels_last():
-    critic = PixelCritic(EnsembleHeads(512, 6, 3, 0.1), 512, 6)
+    mean, std = torch.full((84, 84), 90.0), torch.tensor(20.0)
+    critic = PixelNetwork(EnsembleHeads(512, 6, 3, 0.1), 512, 6, mean, std)
     counts = [sum(p.numel() for p in layer.parameters()) for layer in critic.cnn]
     assert [n for n in counts if n] == [8224, 32832, 36928, 1606144, 1024]  # the last is the layer norm
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in critic.cnn.parameters() if p.dim() == 4)
@@ -262,7 +272,7 @@ def test_heads_against_loops_and_where_gradients_go():
 
 # ----- one update of the script in plain code
 def features(w, obs):
-    x = obs.float() / 255
+    x = (obs.float() - w["mean"]) / w["std"]
     for layer, stride in (("0", 4), ("2", 2), ("4", 1)):
         x = F.relu(F.conv2d(x, w[f"cnn.{layer}.weight"], w[f"cnn.{layer}.bias"], stride=stride))
     x = F.linear(x.flatten(1), w["cnn.7.weight"], w["cnn.7.bias"])
@@ -278,18 +288,44 @@ def two_heads(w, psi):
     return linear(w, "heads.learnable", psi).reshape(-1, 2, 6).transpose(0, 1)
 
 
-def logits(w, psi):
-    return linear(w, "2", F.relu(linear(w, "0", psi)))
-
-
 @pytest.mark.parametrize("algo", ["cql", "iql", "brac-bcq", "ersac-ell-epi-star"])
 def test_one_update_in_plain_code(run, games, monkeypatch, algo):
     states, save = [], torch.save
     monkeypatch.setattr(torch, "save", lambda state, f: states.append(copy.deepcopy(state)) or save(state, f))
-    lr, alpha, gamma, B = 1e-3, 0.05, 0.9, 16
+    lr, alpha, B = 1e-3, 0.05, 16
     one = ("--total-updates", 1, "--eval-interval", 5, "--eval-episodes", 1, "--no-anneal-lr", "--alpha", alpha)
-    flags = ("--gamma", gamma, "--polyak", 0.5, "--q-lr", lr, "--policy-lr", lr, "--hidden-dim", 16, "--seed", 3)
-    flags += ("--index-dim", 3, "--noise-scale", 0.1, "--prior-scale", 0.5, "--brac-weight", 0.7, "--cql-weight", 2.0)
+    flags = (
+        "--gamma",
+        0.9,
+        "--n-step",
+        2,
+        "--polyak",
+        0.5,
+        "--q-lr",
+        lr,
+        "--policy-lr",
+        lr,
+        "--hidden-dim",
+        16,
+        "--seed",
+        3,
+    )
+    flags += (
+        "--clone-updates",
+        0,
+        "--critic-warmup",
+        0,
+        "--index-dim",
+        3,
+        "--noise-scale",
+        0.1,
+        "--prior-scale",
+        0.5,
+        "--brac-weight",
+        0.7,
+        "--cql-weight",
+        2.0,
+    )
     done = run("ersac_atari", *DATA, *one, *flags, "--batch-size", B, "--algo", algo)
     assert done.code == 0, done.err
     (before, after), dataset = states, minari.load_dataset("test/pong-v0")
@@ -299,20 +335,28 @@ def test_one_update_in_plain_code(run, games, monkeypatch, algo):
     rows = []
     for i in index.tolist():
         episode, t = dataset[i // T], i % T
-        seen = [torch.from_numpy(decode(episode.observations[max(k, 0)]).copy()) for k in range(t - 3, t + 2)]
-        reward = float(np.clip(episode.rewards[t], -1, 1))
-        rows.append((torch.stack(seen), int(episode.actions[t]), reward, float(episode.terminations[t])))
-    seen, a, r, end = (torch.stack(x) if torch.is_tensor(x[0]) else torch.tensor(x) for x in zip(*rows))
-    s, s_next = seen[:, :4], seen[:, 1:]
-    w = {k: v.clone().requires_grad_("prior" not in k) for k, v in before["critic"].items()}
-    phi = {k: v.clone().requires_grad_() for k, v in before["actor"].items()}
+        two = min(t + 2, T)  # n-step targets with n = 2
+        seen = [
+            torch.stack([torch.from_numpy(decode(episode.observations[max(k, 0)]).copy()) for k in range(x - 3, x + 1)])
+            for x in (t, two)
+        ]
+        reward = sum(0.9**k * float(np.clip(r, -1, 1)) for k, r in enumerate(episode.rewards[t:two]))
+        rows.append((*seen, int(episode.actions[t]), reward, float(episode.terminations[two - 1]), 0.9 ** (two - t)))
+    s, s_next, a, r, end, gamma = (torch.stack(x) if torch.is_tensor(x[0]) else torch.tensor(x) for x in zip(*rows))
+    fixed = ("heads.prior", "mean", "std")
+    w = {k: v.clone().requires_grad_(not k.startswith(fixed)) for k, v in before["critic"].items()}
+    every = torch.from_numpy(np.stack([decode(x) for e in dataset.iterate_episodes() for x in e.observations])).double()
+    assert torch.allclose(w["mean"].double(), every.mean(0)) and w["std"] == pytest.approx(
+        (every - every.mean(0)).square().mean().sqrt().item(), rel=1e-5
+    )
+    phi = {k: v.clone().requires_grad_(not k.startswith(fixed)) for k, v in before["actor"].items()}
     take = lambda q: q[torch.arange(B), a]  # noqa: E731
     # each transition's direction: the first draw after the script's seed
     c = F.normalize(torch.randn(3 * T, 3, generator=torch.Generator().manual_seed(3)), dim=-1)[index]
 
-    def policy(psi):
-        x = logits(phi, psi.detach())
-        b = linear(w, "behaviour", psi).softmax(-1).detach()
+    def policy(obs):
+        x = linear(phi, "heads", features(phi, obs))
+        b = linear(w, "behaviour", features(w, obs)).softmax(-1).detach()
         if algo == "brac-bcq":
             x = torch.where(b / b.max(-1, keepdim=True).values > 0.3, x, torch.tensor(-math.inf))
         return x.softmax(-1), b
@@ -341,7 +385,7 @@ def test_one_update_in_plain_code(run, games, monkeypatch, algo):
 
     with torch.no_grad():  # the target critic still equals the critic
         psi_next = features(w, s_next)
-        pi, b = policy(psi_next)
+        pi, b = policy(s_next)
         y = r + gamma * (1 - end) * ((pi * lowest(psi_next, pi)).sum(-1) + bonus(pi, b))
         if algo == "iql":
             y = r + gamma * (1 - end) * linear(w, "value", psi_next)[:, 0]
@@ -373,7 +417,7 @@ def test_one_update_in_plain_code(run, games, monkeypatch, algo):
     step(loss, w)
     with torch.no_grad():
         psi = features(w, s)
-    pi, b = policy(psi)
+    pi, b = policy(s)
     q_star = lowest(psi, pi).detach()
     objective = ((pi * q_star).sum(-1) + bonus(pi, b)).mean()
     if algo == "iql":
@@ -388,7 +432,7 @@ def test_one_update_in_plain_code(run, games, monkeypatch, algo):
             # where a gradient is zero up to rounding, its sign and so the step are arbitrary: few such weights
             assert (off < 0.02 * lr).float().mean() > 0.98 and off.max() < 2.1 * lr, (name, key, off.max())
             moved += (value != before[name][key]).sum().item()
-            if "prior" in key:
+            if key.startswith(fixed):
                 assert torch.equal(value, before[name][key])
         assert moved > 50
     for key, value in after["target"].items():
@@ -413,7 +457,7 @@ class Corridor(gym.Env):
 
 def test_evaluation_is_greedy_after_seeded_no_ops():
     env = Corridor()
-    policy = lambda obs: torch.tensor([[0.1, 0.2, 0.7]]).log()  # noqa: E731
+    policy = lambda obs: (torch.tensor([[0.1, 0.2, 0.7]]).log(), None)  # noqa: E731
     returns = play(policy, env, 200, 5, "cpu")
     assert env.seeds == list(range(5, 205)) and np.array_equal(returns, play(policy, env, 200, 5, "cpu"))
     assert set(returns) <= set(range(31)) and len(np.unique(returns)) > 25 and returns.min() == 0
@@ -462,12 +506,25 @@ def test_algorithms_end_to_end_and_resumed_to_the_same_bits(run, load, games, mo
 
 
 def test_sets_differ_and_settings_are_kept(run, load, games):
-    one = (*SMALL, "--total-updates", 1, "--eval-episodes", 1, "--upsilon", 0.5)
+    one = (*SMALL, "--total-updates", 1, "--critic-warmup", 0, "--eval-episodes", 1, "--upsilon", 0.5)
     runs = [load(run("ersac_atari", *one, "--algo", algo, "--exp-name", algo).folders[0]) for algo in list(METHODS)[:3]]
     assert (
         len({done.metrics[1].split(",", 4)[3] for done in runs}) == 3
     )  # the actor's loss against box, hull, ellipsoid
     assert [done.args["algo"] for done in runs] == list(METHODS)[:3] and runs[0].args["upsilon"] == 0.5
+
+
+def test_cloning_moves_the_actor_alone_and_warmup_spares_it(run, games, monkeypatch):
+    states, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda state, f: states.append(copy.deepcopy(state)) or save(state, f))
+    flags = (*SMALL, "--total-updates", 2, "--checkpoint-interval", 1, "--eval-interval", 5, "--eval-episodes", 1)
+    for clone in (0, 3):
+        assert run("ersac_atari", *flags, "--clone-updates", clone, "--exp-name", f"clone{clone}").code == 0
+    same = lambda x, y, part: all(torch.equal(v, y[part][k]) for k, v in x[part].items())  # noqa: E731
+    random, _, _, cloned, warm, last = states  # updates 0, 1 (critic alone) and 2 of both runs
+    assert same(random, cloned, "critic") and not same(random, cloned, "actor")
+    assert same(cloned, warm, "actor") and not same(cloned, warm, "critic") and not same(warm, last, "actor")
+    assert cloned["policy_optimizer"]["state"] == {}
 
 
 def test_diverging_run_stops_in_one_line_and_keeps_its_checkpoint(run, load, games):
@@ -494,6 +551,8 @@ BAD = [
     ("--algo edac", "algo"),
     ("--num-critics 0", "num-critics"),
     ("--gamma 1", "gamma"),
+    ("--n-step 0", "n-step"),
+    ("--clone-updates -1", "clone-updates"),
     ("--alpha nan", "alpha"),
     ("--polyak 0", "polyak"),
     ("--q-lr inf", "q-lr"),
@@ -553,11 +612,18 @@ def test_foreign_and_damaged_checkpoints_are_refused(run, games, tmp_path):
     assert "was not written by ersac_atari.py" in run("ersac_atari", "--resume", folder).err
 
 
-def test_video_of_the_final_evaluation(run, games):
+def test_video_of_the_final_evaluation_and_a_checkpoint_that_acts(run, games):
     done = run("ersac_atari", *SMALL, "--capture-video", "--total-updates", 1)
     assert done.code == 0, done.err
     (video,) = (done.folders[0] / "video").glob("*.mp4")
     assert video.stat().st_size > 1000
+    # the snippet of docs/ersac_atari.md
+    checkpoint = torch.load(done.folders[0] / "checkpoint.pt", weights_only=True)
+    mean, std = checkpoint["actor"]["mean"], checkpoint["actor"]["std"]
+    actor = PixelNetwork(torch.nn.Linear(16, 6), 16, 6, mean, std)
+    actor.load_state_dict(checkpoint["actor"])
+    obs, _ = make_atari_env(minari.load_dataset("test/pong-v0")).reset(seed=0)
+    assert actor(torch.tensor(obs)[None]).shape == (1, 6)
 
 
 # ----- the recorder
@@ -594,7 +660,7 @@ def test_a_million_frames_stay_below_eight_gigabytes(tmp_path):
     frames.flush()
     frames, g = np.load(tmp_path / "frames.npy", mmap_mode="r"), torch.Generator().manual_seed(0)
     first = torch.zeros(1000, dtype=torch.long)
-    for start in range(0, 10**6 - 5, 1000):
-        stack(frames, (torch.arange(start, start + 1000)).clamp(max=10**6 - 2), first)
-        stack(frames, torch.randint(10**6 - 1, (32,), generator=g), first[:32])
+    for start in range(0, 10**6, 1000):
+        stack(frames, torch.arange(start, start + 1000), first)
+        stack(frames, torch.randint(10**6, (32,), generator=g), first[:32])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 8 * 2**30

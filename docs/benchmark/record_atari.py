@@ -1,10 +1,11 @@
 """Record a Minari data set of Pong without any download: raw RGB frames, no sticky actions, frameskip 4.
 
-    python docs/benchmark/record_atari.py --steps 100000
+    python docs/benchmark/record_atari.py --steps 60000
 
-The policy reads ALE's memory (paddle and ball) and steers the paddle to where the ball will be; some of its actions are
-random. The data set's reference scores are the mean return of random play (0 on the normalised scale) and that of the
-recorded episodes (100). Frames are stored without loss, compressed, so that evaluation sees what the data show.
+The policy reads ALE's memory (paddle and ball) and steers the paddle to where the ball will be; for a share of steps
+it plays a random action instead and holds it for a while. The data set's reference scores are the mean return of random
+play (0 on the normalised scale) and that of the recorded episodes (100). Frames are stored without loss, compressed, so
+that evaluation sees what the data show.
 """
 
 import os
@@ -30,10 +31,12 @@ from tqdm import tqdm
 class Args:
     dataset_id: str = "ersac/pong/scripted-v0"
     """name of the data set to make"""
-    steps: int = 100_000
+    steps: int = 60_000
     """transitions to record at least; the last episode is played to its end"""
-    random_share: float = 0.15
-    """share of actions that are uniformly random"""
+    random_share: float = 0.2
+    """share of steps with a uniformly random action"""
+    hold: int = 8
+    """steps for which a random action is held, so that it shows in what follows"""
     seed: int = 0
     """seed of the policy's random actions and of the no-ops at the start of each episode"""
     max_episode_steps: int | None = None
@@ -54,19 +57,21 @@ def scripted_action(ram, before, aim):
     return 0 if abs(error) <= 3 else 3 if error > 0 else 2
 
 
-def episode(env, rng, random_share):
+def episode(env, rng, random_share, hold):
     """One episode of the policy after 0 to 30 no-ops, as EpisodeBuffer wants it."""
     obs, _ = env.reset(seed=int(rng.integers(2**31)))
     record = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
     record["observations"].append(obs)
-    wait, aim, done = int(rng.integers(31)), 5, False
+    wait, aim, held, done = int(rng.integers(31)), 5, 0, False
+    begin = random_share / (hold * (1 - random_share) + random_share)  # chance that a random action begins
     before = ram = env.unwrapped.ale.getRAM()
     while not done:
         if ram[49] < before[49]:  # the ball flies away: choose how to meet it next time
             aim = int(rng.choice((-5, 5)))
-        action = scripted_action(ram, before, aim)
-        action = int(rng.integers(env.action_space.n)) if rng.random() < random_share else action
-        action, wait = 0 if wait > 0 else action, wait - 1
+        if held == 0 and rng.random() < begin:
+            held, random_action = hold, int(rng.integers(env.action_space.n))
+        action = random_action if held > 0 else scripted_action(ram, before, aim)
+        held, action, wait = max(held - 1, 0), 0 if wait > 0 else action, wait - 1
         obs, reward, terminated, truncated, _ = env.step(action)
         before, ram, done = ram, env.unwrapped.ale.getRAM(), terminated or truncated
         for name, value in zip(record, (obs, action, reward, terminated, truncated)):
@@ -83,7 +88,9 @@ def compress(path):
             for key in group:
                 if key == "observations":
                     frames = group[key]
-                    copy.create_dataset(key, data=frames[()], chunks=(8, *frames.shape[1:]), compression="gzip")
+                    copy.create_dataset(
+                        key, data=frames[()], chunks=(8, *frames.shape[1:]), compression="gzip", compression_opts=1
+                    )
                 else:
                     source.copy(group[key], copy)
     os.replace(f"{path}.packed", path)
@@ -91,8 +98,8 @@ def compress(path):
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    if args.steps < 1 or args.reference_episodes < 1 or (args.max_episode_steps or 1) < 1 or args.seed < 0:
-        sys.exit("--steps, --reference-episodes and --max-episode-steps must be at least 1, --seed at least 0.")
+    if min(args.steps, args.hold, args.reference_episodes, args.max_episode_steps or 1) < 1 or args.seed < 0:
+        sys.exit("--steps, --hold, --reference-episodes, --max-episode-steps must be at least 1, --seed at least 0.")
     if not 0 <= args.random_share <= 1:
         sys.exit(f"--random-share {args.random_share}: it must be at least 0 and at most 1.")
     if args.dataset_id in minari.list_local_datasets() and not args.overwrite:
@@ -104,7 +111,7 @@ if __name__ == "__main__":
     rng = np.random.default_rng(args.seed)
     random_returns = []
     for _ in tqdm(range(args.reference_episodes), "random play", unit="episode"):
-        random_returns.append(episode(env, rng, 1.0)["rewards"].sum())
+        random_returns.append(episode(env, rng, 1.0, 1)["rewards"].sum())
 
     # written episode by episode into a folder of its own, moved to its place when it is complete
     final = Path(get_dataset_path(args.dataset_id))
@@ -116,7 +123,7 @@ if __name__ == "__main__":
         steps, returns, dataset = 0, [], None
         bar = tqdm(total=args.steps, desc="recording", unit="step")
         while steps < args.steps:
-            record = episode(env, rng, args.random_share)
+            record = episode(env, rng, args.random_share, args.hold)
             buffer = [EpisodeBuffer(id=len(returns), **record)]
             if dataset is None:
                 try:
