@@ -85,6 +85,8 @@ class Args:
     """updates that clone the data's actions into the actor before all else; 0 is the paper's random start"""
     critic_warmup: int = 1500
     """updates of the critics alone, against the cloned actor; without cloning there is no such phase"""
+    bc_coef: float = 0.3
+    """weight of the cloning loss -log pi(a|s) beside the actor's own; 0 is the paper's form"""
     total_updates: int = 6000
     """updates of critics, actor and entropy coefficient"""
     batch_size: int = 256
@@ -406,7 +408,7 @@ if __name__ == "__main__":
         ("dataset_size num_critics total_updates batch_size hidden_dim", lambda x: x >= 1, "at least 1"),
         ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
         (
-            "seed alpha edac_eta prior_scale clone_updates critic_warmup",
+            "seed alpha edac_eta prior_scale clone_updates critic_warmup bc_coef",
             lambda x: 0 <= x < math.inf,
             "finite and at least 0",
         ),
@@ -549,7 +551,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             q = q_values(critic, s)  # [N, B, A]
             q_star = worst_case(q, pi)  # [B, A]
-        pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean()
+        pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean() + args.bc_coef * F.nll_loss(log_pi, a)
         h = entropy(pi, log_pi).detach()  # [B]
         alpha_loss = (log_alpha.exp() * (h - args.target_entropy * math.log(A))).mean() if args.autotune else 0.0
         if update > args.critic_warmup or args.clone_updates == 0:

@@ -326,9 +326,12 @@ def plain_forward(parameters, obs):
 def test_three_updates_equal_a_loop_over_critics_with_edac_bootstrap_and_learned_alpha(run, load, datasets):
     """Everything the losses tests cannot see: signs, weights, annealing, what is updated from what and when."""
     N, eta, gamma, alpha, polyak, lr_q, lr_pi, B, updates, seed = 4, 0.3, 0.97, 0.05, 0.1, 2e-3, 1e-3, 32, 3, 5
+    coef = 0.2
     flags = f"--uncertainty-set box --edac-eta {eta} --bootstrap --autotune --num-critics {N} --hidden-dim 16 "
     flags += f"--batch-size {B} --gamma {gamma} --alpha {alpha} --polyak {polyak} --q-lr {lr_q} --policy-lr {lr_pi} "
-    flags += f"--total-updates {updates} --seed {seed} --eval-episodes 1 --return-scale 3 --clone-updates 0"
+    flags += (
+        f"--total-updates {updates} --seed {seed} --eval-episodes 1 --return-scale 3 --clone-updates 0 --bc-coef {coef}"
+    )
     done = run("ersac_ensemble", "--dataset-id", "test/lander-v0", *flags.split())  # with two actions EDAC is constant
     assert done.code == 0, done.err
     ours = load(done.folders[0]).checkpoint
@@ -371,7 +374,8 @@ def test_three_updates_equal_a_loop_over_critics_with_edac_bootstrap_and_learned
             optimizer.step()
         p = torch.softmax(actor(s[index]), -1)
         lowest = torch.stack([plain_forward(critic, s[index]) for critic in critics]).min(0).values.detach()
-        gradient = torch.autograd.grad(-(p * (lowest - temperature * p.log())).sum(-1).mean(), list(actor.parameters()))
+        objective = (p * (lowest - temperature * p.log())).sum(-1) + coef * p.gather(1, a[index][:, None]).log()[:, 0]
+        gradient = torch.autograd.grad(-objective.mean(), list(actor.parameters()))
         for parameter, g in zip(actor.parameters(), gradient):
             parameter.grad = g
         # alpha rises when the policy is less random than asked, as minus the gradient of alpha (H - target) says

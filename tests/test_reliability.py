@@ -1,0 +1,281 @@
+"""Breaking things on purpose, in all scripts: kills, full disks, damaged files, hostile checkpoints, bad input."""
+
+import errno
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_atari
+import test_ensemble
+import test_epinet
+import test_gen
+import test_tabular
+import torch
+from test_atari import games  # noqa: F401, a fixture
+
+ROOT = Path(__file__).resolve().parents[1]
+CRITICS = ("--num-critics", 3, "--hidden-dim", 16, "--batch-size", 16, "--dataset-id", "test/cartpole-v0")
+SMALL = {  # the shortest sensible run of each training script, without its number of updates
+    "ersac_tabular": ("--num-critics", 5),
+    "ersac_ensemble": (*CRITICS, "--clone-updates", 5, "--critic-warmup", 5),
+    "ersac_epinet": (*CRITICS[2:], "--index-dim", 4),
+    "ersac_atari": ("--dataset-id", "test/pong-v0", "--hidden-dim", 16, "--batch-size", 4, "--algo", "sac-n"),
+}
+SHORT = ("--total-updates", 8, "--eval-interval", 4, "--checkpoint-interval", 2, "--eval-episodes", 2)
+TIMING = ("updates_per_second", "seconds", "charts/updates_per_second")
+
+
+def same(x, y):
+    """Equal to the last bit, timing aside."""
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(same(x[k], y[k]) for k in x if k not in (*TIMING, "args", "run_name"))
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(same, x, y))
+    return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y or x != x and y != y
+
+
+def one_line(done, *words):
+    last = done.err.strip().splitlines()[-1]
+    assert done.code in (1, 2) and "Traceback" not in done.err, done.err
+    assert all(word in last for word in words), last
+
+
+# ----- kills. ersac_tabular.py and gen_expectile_data.py have theirs in their own files
+@pytest.mark.parametrize(
+    "script",
+    ["ersac_epinet", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ersac_ensemble", "ersac_atari"))],
+)
+def test_killed_run_resumes_to_the_same_bits(script, run, load, games, tmp_path):  # noqa: F811
+    """SIGKILL of a real process at random moments, three times in a row."""
+    updates = 60 if script == "ersac_atari" else 1500
+    flags = (*SMALL[script], "--total-updates", updates, "--eval-interval", updates // 5, "--eval-episodes", 3)
+    flags = [*map(str, flags), "--checkpoint-interval", str(updates // 50)]
+    whole = load(run(script, *flags, "--exp-name", "whole").folders[0])
+    command, killed = [sys.executable, str(ROOT / f"{script}.py")], 0
+    start = [*command, *flags, "--output-dir", str(tmp_path / "killed")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def written():
+        found = list(tmp_path.glob("killed/*/checkpoint.pt"))
+        return found[0].stat().st_mtime_ns if found else 0
+
+    for _ in range(3):
+        before, deadline = written(), time.time() + 100
+        process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while written() == before and process.poll() is None and time.time() < deadline:
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.5))
+        killed += process.poll() is None
+        process.kill()
+        process.wait()
+        (folder,) = tmp_path.glob("killed/*")
+        start = [*command, "--resume", str(folder)]
+    assert subprocess.run(start, env=environment, capture_output=True).returncode == 0
+    got = load(folder)
+    assert killed >= 1 and got.metrics == whole.metrics and same(got.result, whole.result)
+    assert same(got.checkpoint, whole.checkpoint)
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_finished_run_can_be_resumed_and_stays_as_it_is(script, run, load, games):  # noqa: F811
+    (folder,) = run(script, *SMALL[script], *SHORT).folders
+    first = load(folder)
+    assert run(script, "--resume", folder).code == 0
+    again = load(folder)
+    assert same(first.result, again.result) and first.metrics == again.metrics
+    assert same(first.checkpoint, again.checkpoint) and again.result["updates_per_second"] > 0
+
+
+# ----- disks
+@pytest.mark.parametrize("script", SMALL)
+def test_full_disk_ends_in_one_line_and_the_last_checkpoint_goes_on(script, run, load, games):  # noqa: F811
+    """A limit on the size of files stands in for a full disk: the system refuses the write in the same place."""
+    whole = load(run(script, *SMALL[script], *SHORT, "--exp-name", "whole").folders[0])
+    original, calls = os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 5:  # arguments, metrics, first checkpoints; then the disk is full
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(descriptor)
+
+    os.fsync = fsync
+    try:
+        done = run(script, *SMALL[script], *SHORT, "--exp-name", "part")
+    finally:
+        os.fsync = original
+    one_line(done, "No space left on device", "--resume")
+    (folder,) = done.folders
+    assert not (folder / "result.json").exists()
+    assert run(script, "--resume", folder).code == 0
+    got = load(folder)
+    assert got.metrics == whole.metrics and same(got.result, whole.result) and same(got.checkpoint, whole.checkpoint)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))  # the real thing: not even the arguments fit
+    try:
+        done = run(script, *SMALL[script], *SHORT, "--exp-name", "limited")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    one_line(done, "cannot")
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_output_folder_that_cannot_be_written(script, run, games, tmp_path):  # noqa: F811
+    (tmp_path / "file").write_text("precious")
+    for place in ("/proc/nowhere", tmp_path / "file"):
+        one_line(run(script, *SMALL[script], *SHORT, "--output-dir", place), str(place), "output-dir")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_two_runs_in_the_same_second(script, run, load, games, monkeypatch):  # noqa: F811
+    clock = time.time
+    start = clock()
+    monkeypatch.setattr(time, "time", lambda: start + (clock() - start) % 0.4)  # a second that does not end
+    (folder,) = run(script, *SMALL[script], *SHORT).folders
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    one_line(run(script, *SMALL[script], *SHORT), "exists", "--exp-name")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert run(script, *SMALL[script], *SHORT, "--exp-name", "other").code == 0
+
+
+# ----- checkpoints
+class Attack:
+    """A pickle that would make a folder when it is loaded."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("script", [*SMALL, "gen_expectile_data"])
+def test_a_strangers_checkpoint_runs_no_code(script, run, tmp_path):
+    folder, trap = tmp_path / "stranger", tmp_path / "trap"
+    folder.mkdir()
+    torch.save({"script": f"{script}.py", "args": {}, "attack": Attack(trap)}, folder / "checkpoint.pt")
+    one_line(run(script, "--resume", folder), "damaged")
+    (folder / "checkpoint.pt").write_bytes(pickle.dumps(Attack(trap)))
+    one_line(run(script, "--resume", folder), "damaged")
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(Attack(trap)))  # the attack is real: a plain unpickling does make the folder
+    assert trap.exists()
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_checkpoints_that_do_not_fit(script, run, games, tmp_path):  # noqa: F811
+    (good,) = run(script, *SMALL[script], *SHORT).folders
+    result = (good / "result.json").read_bytes()
+    content = (good / "checkpoint.pt").read_bytes()
+    for cut in (0, 1, len(content) // 2, len(content) - 1):
+        bad = tmp_path / f"cut{cut}"
+        shutil.copytree(good, bad)
+        (bad / "checkpoint.pt").write_bytes(content[:cut])
+        one_line(run(script, "--resume", bad), "damaged")
+        assert (bad / "result.json").read_bytes() == result
+    for other in {*SMALL, "gen_expectile_data"} - {script}:
+        one_line(run(other, "--resume", good), "not written by")
+    one_line(run(script, "--resume", good, "--gamma", 0.5), "contradicts")
+    default = 1  # of --seed; the run to resume has another one
+    (seeded,) = run(script, *SMALL[script], *SHORT, "--seed", 7, "--exp-name", "seeded").folders
+    one_line(run(script, "--resume", seeded, "--seed", default), "contradicts")
+    assert run(script, "--resume", seeded, "--seed", 7).code == 0
+
+
+# ----- data
+@pytest.mark.parametrize("script", ["ersac_ensemble", "ersac_epinet", "ersac_atari"])
+def test_damaged_and_changed_data_sets(script, run, games, tmp_path, monkeypatch):  # noqa: F811
+    name = SMALL[script][SMALL[script].index("--dataset-id") + 1]
+    shutil.copytree(games / "test", tmp_path / "sets" / "test")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "sets"))
+    flags = ("--cache-dir", tmp_path / "cache") if script == "ersac_atari" else ()
+    (folder,) = run(script, *SMALL[script], *SHORT, *flags).folders
+    (file,) = (tmp_path / "sets" / name).glob("data/*.hdf5")
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    content = file.read_bytes()
+    for damaged in (content[: len(content) // 2], b"nonsense" * 100):
+        file.write_bytes(damaged)
+        one_line(run(script, *SMALL[script], *SHORT, *flags, "--exp-name", "damaged"), name)
+    file.write_bytes(content)
+    import h5py
+
+    with h5py.File(file, "r+") as f:
+        f["episode_0/observations"][0] = 7
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    one_line(run(script, "--resume", folder), "has changed")
+
+
+# ----- losses
+@pytest.mark.parametrize("script", ["ersac_ensemble", "ersac_epinet"])
+def test_diverging_run_stops_in_one_line_and_keeps_its_checkpoint(script, run, load, datasets):
+    done = run(script, *SMALL[script], *SHORT, "--q-lr", 1e30)
+    one_line(done, "update", "critic loss not finite", "--q-lr")
+    checkpoint = load(done.folders[0]).checkpoint
+    assert all(x.isfinite().all() for x in checkpoint["critic"].values())
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_same_seed_same_numbers_other_seed_other_numbers(script, run, load, games):  # noqa: F811
+    runs = [("a", 3), ("b", 3), ("c", 4)]
+    a, b, c = (
+        load(run(script, *SMALL[script], *SHORT, "--seed", seed, "--exp-name", name).folders[0]) for name, seed in runs
+    )
+    assert a.metrics == b.metrics and same(a.checkpoint, b.checkpoint) and a.metrics != c.metrics
+
+
+# ----- W&B
+@pytest.mark.parametrize("script", SMALL)
+def test_wandb_that_fails_never_stops_a_run(script, run, games, monkeypatch):  # noqa: F811
+    import wandb
+
+    def init(**_):
+        raise wandb.errors.CommError("server not reachable")
+
+    monkeypatch.setattr(wandb, "init", init)
+    done = run(script, *SMALL[script], *SHORT, "--track")
+    assert done.code == 0 and "server not reachable" in done.err and "goes on without it" in done.err
+    assert (done.folders[0] / "result.json").exists()
+
+
+def test_wandb_offline_from_start_to_resumed_end(datasets, tmp_path):
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "ersac_epinet.py")]
+    flags = [*map(str, (*SMALL["ersac_epinet"], *SHORT)), "--track"]
+    done = subprocess.run([*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    (folder,) = tmp_path.glob("runs/*")
+    assert done.returncode == 0 and (folder / "result.json").exists(), done.stderr
+    done = subprocess.run([*command, "--resume", str(folder)], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 0
+    stored = {path.name.split("-", 3)[-1] for path in tmp_path.glob("wandb/offline-run-*")}
+    assert stored == {folder.name}  # both parts belong to one W&B run
+
+
+# ----- bad input: the tables are in the scripts' own test files
+def test_enough_bad_inputs_are_tried():
+    tables = [module.BAD for module in (test_tabular, test_ensemble, test_epinet, test_gen, test_atari)]
+    assert all(len(table) >= 9 for table in tables) and sum(map(len, tables)) >= 60
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ersac_tabular", "--upsilon 0"),
+        ("ersac_ensemble", "--dataset-id test/pendulum-v0"),
+        ("ersac_epinet", "--env-id NoSuchThing-v0"),
+        ("ersac_atari", "--dataset-id test/cartpole-v0"),
+        ("gen_expectile_data", "--env-id Pendulum-v1"),
+    ],
+)
+def test_bad_input_in_a_real_process(script, flags, datasets, tmp_path):
+    command = [sys.executable, str(ROOT / f"{script}.py"), *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and list(tmp_path.iterdir()) == []
