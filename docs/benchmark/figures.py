@@ -35,7 +35,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves, upsilon or epinet; None makes them all"""
+    """one figure: visitation, sets, curves, upsilon, epinet or learning; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -210,13 +210,37 @@ def epinet(args):
         right.plot(x, y.mean(1), lw=1.2, color=colour, label=label)
     for low, high, text in ((-2, -1, "1000"), (0.2, 0.6, "10")):
         right.axvspan(low, high, color="black", alpha=0.07, lw=0)
-        right.text((low + high) / 2, 0.02, text, ha="center", fontsize=7)
-    right.set(xlabel="state (shaded: number of data points)", ylim=(0, None))
-    right.legend(fontsize=7)
+        right.text((low + high) / 2, 1.7, text, ha="center", fontsize=7)
+    right.set(xlabel="state (shaded: number of data points)", ylim=(0, 1.8))
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.62))
     fig.savefig(f"{args.out}/epinet_std.png")
 
 
+def learning(args):
+    """LunarLander: return, spread and value of the Epinet's front-door run beside the paper's form of the ensemble."""
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.6))
+    for name, colour, label in (
+        ("lunarlander_epinet.csv", BLUE, "Epinet"),
+        ("lunarlander_ensemble.csv", ORANGE, "ten critics, the paper's form"),
+    ):
+        run = read(name)
+        axes[0].plot(run["update"], run["eval/return"], color=colour, lw=1.3, label=label)
+        axes[1].plot(run["update"], run["charts/std_data_actions"], color=colour, lw=1.3)
+        axes[1].plot(run["update"], run["charts/std_other_actions"], "--", color=colour, lw=1.3)
+        axes[2].plot(run["update"], run["charts/q_minus_return"], color=colour, lw=1.3)
+    titles = ("return of the greedy policy", "spread at data (–) and other (- -) actions", "value − observed return")
+    for ax, title in zip(axes, titles):
+        ax.set_title(title, fontsize=8)
+        ax.set_xlabel("update", fontsize=8)
+        ax.tick_params(labelsize=7)
+    axes[1].set_ylim(0, None)
+    axes[2].axhline(0, color=GREY, ls=":", lw=1)
+    axes[0].legend(fontsize=7)
+    fig.savefig(f"{args.out}/lunarlander_learning.png")
+
+
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "epinet": epinet}
+FIGURES["learning"] = learning
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):
