@@ -44,7 +44,8 @@ def test_every_flag_and_file_of_a_page_exists(page):
 
 def test_tables_of_the_docs_are_made_from_the_committed_csvs():
     made = report.tables(ROOT / "docs" / "benchmark")
-    named = {name for page in PAGES for name in re.findall(r"<!-- table: (tabular_\w+) -->", page.read_text())}
+    pattern = r"<!-- table: ((?:tabular|atari)_\w+) -->"
+    named = {name for page in PAGES for name in re.findall(pattern, page.read_text())}
     assert named == set(made)
     for page in PAGES:
         assert report.fill(page.read_text(), made) == page.read_text(), f"run docs/benchmark/report.py: {page.name}"
@@ -113,3 +114,21 @@ def test_line_counts_of_the_readme():
     rows = re.findall(r"^\| \[`(\w+\.py)`\].*?\| (\d+) \|", (ROOT / "README.md").read_text(), re.M)
     assert len(rows) >= 3
     assert {name: int(count) for name, count in rows} == {n: len((ROOT / n).read_text().splitlines()) for n, _ in rows}
+
+
+def test_functions_of_the_index_exist_in_the_scripts_it_names():
+    """docs/index.md maps the paper to the code: every function is in every script of its row."""
+    text = (ROOT / "docs" / "index.md").read_text().split("## From the paper to the code")[1].split("\n## ")[0]
+    short = {"tabular": "ersac_tabular", "ensemble": "ersac_ensemble", "epinet": "ersac_epinet", "atari": "ersac_atari"}
+    found = 0
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if len(cells) == 3 and "`" in cells[2] and "--" not in cells[2] and "__main__" not in cells[2]:
+            names = list(short) if cells[1] == "all four" else cells[1].split(", ")
+            for script in (short.get(name, "gen_expectile_data") for name in names):
+                tree = ast.parse((ROOT / f"{script}.py").read_text())
+                defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+                for function in re.findall(r"`(\w+)`", cells[2]):
+                    assert function in defined, (script, function)
+                    found += 1
+    assert found > 30
