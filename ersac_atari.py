@@ -89,10 +89,12 @@ class Args:
     brac_weight: float = 0.1
     """weight of BRAC's KL penalty (brac-bcq)"""
 
-    clone_updates: int = 3000
+    clone_updates: int = 8000
     """updates that clone the data's actions into the actor before all else; 0 is a random start"""
     critic_warmup: int = 1000
     """updates of the critic alone, against the actor as it starts"""
+    bc_coef: float = 0.05
+    """weight of the cloning loss -log pi(a|s) beside the actor's own; 0 is the paper's form; the baselines have none"""
     total_updates: int = 100_000
     """updates of critic and actor"""
     batch_size: int = 32
@@ -136,8 +138,9 @@ def find_atari_dataset(args):
             minari.download_dataset(dataset_id)
         except Exception as error:
             why = " ".join(str(error).split())[:150] or type(error).__name__
-            help = f"`minari download {dataset_id}` where there is a network and copy it to $MINARI_DATASETS_PATH"
-            sys.exit(f"{dataset_id}: not here, and no download ({why}); {help}, or use docs/benchmark/record_atari.py.")
+            sys.exit(
+                f"{dataset_id}: no download ({why}). Copy a `minari download`, or use docs/benchmark/record_atari.py."
+            )
     try:
         return minari.load_dataset(dataset_id)
     except Exception as error:
@@ -197,14 +200,14 @@ def stack(frames, number, first):
 
 
 def n_step(first, reward, terminated, gamma, n):
-    """Discounted reward of the next n steps, fewer at an episode's end; how many these are; if they end it. [|D|]"""
+    """Discounted reward of n steps, fewer at an episode's end; discount after them; number; did they end it? [|D|]"""
     t, total, steps = torch.arange(len(reward)), torch.zeros(len(reward)), torch.zeros(len(reward), dtype=torch.long)
     for k in range(n):
         later = (t + k).clamp(max=len(reward) - 1)
         inside = (t + k == later) & (first[later] == first)
         total += torch.where(inside, gamma**k * reward[later], 0.0)
         steps += inside
-    return total, steps, terminated[t + steps - 1]
+    return total, gamma**steps, steps, terminated[t + steps - 1]
 
 
 def make_atari_env(dataset, video_folder=None):
@@ -241,12 +244,10 @@ class EpinetHeads(nn.Module):
 
     def __init__(self, hidden_dim, num_actions, index_dim, prior_scale):
         super().__init__()
-        self.shape, self.prior_scale = (num_actions, index_dim), prior_scale
+        self.shape, self.prior_scale, n = (num_actions, index_dim), prior_scale, num_actions * index_dim
         self.mean = nn.Linear(hidden_dim, num_actions)
-        sizes = hidden_dim, 50, num_actions * index_dim
-        self.learnable, self.prior = (
-            nn.Sequential(nn.Linear(*sizes[:2]), nn.ReLU(), nn.Linear(*sizes[1:])) for _ in range(2)
-        )
+        heads = (nn.Sequential(nn.Linear(hidden_dim, 50), nn.ReLU(), nn.Linear(50, n)) for _ in range(2))
+        self.learnable, self.prior = heads
         self.prior.requires_grad_(False)
 
     def forward(self, psi):
@@ -489,7 +490,7 @@ if __name__ == "__main__":
         ("num_critics index_dim total_updates batch_size hidden_dim n_step", lambda x: x >= 1, "at least 1"),
         ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
         ("seed clone_updates critic_warmup", lambda x: x >= 0, "at least 0"),
-        ("alpha prior_scale noise_scale", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+        ("alpha prior_scale noise_scale bc_coef", lambda x: 0 <= x < math.inf, "finite and at least 0"),
         ("cql_weight iql_beta brac_weight", lambda x: 0 <= x < math.inf, "finite and at least 0"),
         ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
@@ -511,8 +512,7 @@ if __name__ == "__main__":
     dataset = find_atari_dataset(args)
     frames, frame, first, action, reward, terminated = load_frames(dataset, args.cache_dir)
     reward = reward.clamp(-1, 1)  # for learning only
-    reward, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
-    discount, next_frame = args.gamma**steps, frame + steps
+    reward, discount, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
     size, A, env_id = len(action), int(dataset.spec.action_space.n), dataset.spec.env_spec.id
     data = [size, action.sum().item(), reward.sum().item(), int(frames[-1].sum())]  # to notice changes on --resume
     low, high = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
@@ -521,6 +521,7 @@ if __name__ == "__main__":
     # critic, target critic, actor with an encoder of its own
     H, many = args.hidden_dim, algo in ("sac-n", "ersac-ch-n", "ersac-ell-n")
     ensemble = (args.num_critics, args.prior_scale) if many else (2, 0.0)  # the baselines' clipped double Q
+    bc_coef = args.bc_coef if many or star else 0.0  # and their own regularisers
     heads = EpinetHeads(H, A, args.index_dim, args.prior_scale) if star else EnsembleHeads(H, A, *ensemble)
     some = torch.from_numpy(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
     mean, std = some.mean(0), (some - some.mean(0)).square().mean().sqrt().clamp(min=1.0)
@@ -571,13 +572,14 @@ if __name__ == "__main__":
 
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
     if not checkpoint:  # clone the data into the actor first: the critic then judges a policy that the data know
-        for _ in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
+        for step in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
+            policy_optimizer.param_groups[0]["lr"] = args.policy_lr * (1 - step / args.clone_updates)
             index = torch.randint(size, (args.batch_size,), generator=generator)
             logits = actor(stack(frames, frame[index], first[index]).to(device))  # [B, A]
             policy_optimizer.zero_grad()
             F.cross_entropy(logits, action[index].to(device)).backward()
             policy_optimizer.step()
-        policy_optimizer.state.clear()
+        policy_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
         save_checkpoint(0)
     stop, tick, tick_update = [], time.time(), start_update
     signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
@@ -588,7 +590,7 @@ if __name__ == "__main__":
             for optimizer, lr in ((q_optimizer, args.q_lr), (policy_optimizer, args.policy_lr)):
                 optimizer.param_groups[0]["lr"] = lr * (1 - (update - 1) / args.total_updates)
         index = torch.randint(size, (args.batch_size,), generator=generator)
-        s, s_next = (stack(frames, x[index], first[index]).to(device) for x in (frame, next_frame))  # [B, 4, 84, 84]
+        s, s_next = (stack(frames, x[index], first[index]).to(device) for x in (frame, frame + steps))  # [B, 4, 84, 84]
         a, r, done, gamma = (x[index].to(device) for x in (action, reward, terminated, discount))  # [B]
         extra = torch.zeros((), device=device)  # what a baseline adds to the critic's loss
 
@@ -627,7 +629,7 @@ if __name__ == "__main__":
         log_pi, log_b = log_policy(s)  # [B, A]
         pi = log_pi.exp()
         q_star = worst_case(output, pi.detach())  # [B, A]
-        pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean()
+        pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean() + bc_coef * F.nll_loss(log_pi, a)
         if algo == "iql":  # clone the data's actions, those better than V(s) more
             weights = (args.iql_beta * (q_old - v)).exp().clamp(max=100)  # [B]
             pi_loss = -(weights * log_pi.gather(1, a[:, None])[:, 0]).mean()
@@ -649,8 +651,7 @@ if __name__ == "__main__":
             with torch.no_grad():
                 mu = output[0] if star else output.mean(0)  # [B, A]
                 std = output[1].norm(dim=-1) if star else output.std(0, correction=0)  # [B, A]
-                taken = F.one_hot(a, A).bool()  # [B, A]
-                agreement = (pi.argmax(-1) == a).float().mean()
+                taken, agreement = F.one_hot(a, A).bool(), (pi.argmax(-1) == a).float().mean()  # [B, A], []
                 row = {"losses/critic_loss": td.mean(), "losses/extra": extra, "losses/actor_loss": pi_loss}
                 row |= {"charts/policy_entropy": entropy(pi, log_pi).mean(), "charts/q_data_actions": mu[taken].mean()}
                 row |= {"charts/q_robust": (pi * q_star).sum(-1).mean(), "charts/agreement": agreement}
@@ -680,8 +681,7 @@ if __name__ == "__main__":
     scores = play(log_policy, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, device)
     env.close()
     with torch.no_grad():
-        some = torch.linspace(0, size - 1, min(size, 1000)).long()
-        log_pi, _ = log_policy(stack(frames, frame[some], first[some]).to(device))  # [1000, A]
+        log_pi, _ = log_policy(stack(frames, frame[:: size // 1000 + 1], first[:: size // 1000 + 1]).to(device))
     result = {"script": "ersac_atari.py", "method": method, "env_id": env_id, "seed": args.seed}
     result |= {"dataset_id": dataset.spec.dataset_id, "updates": args.total_updates, "updates_per_second": speed}
     result |= {"eval_episodes": args.eval_episodes, "eval_return_mean": scores.mean(), "eval_return_std": scores.std()}

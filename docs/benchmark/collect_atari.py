@@ -55,9 +55,17 @@ if __name__ == "__main__":
         own = {k: v for k, v in given.items() if k in usual and k not in OWN and v != usual[k]}
         run = {"algo": given["algo"], "dataset_id": given["dataset_id"], "seed": given["seed"]}
         run["flags"] = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in sorted(own.items()))
+        run["lacking"] = " ".join(k.replace("_", "-") for k in usual if k not in given)  # a run of an older script
         done = (folder / "result.json").exists()
         result = json.loads((folder / "result.json").read_text()) if done else {}
-        table.append(run | {"finished": done, "updates": rows[-1]["update"]} | {k: result.get(k, "") for k in RESULTS})
+        best = max(float(row["eval/return"]) for row in rows)
+        state = {
+            "finished": done,
+            "updates": rows[-1]["update"],
+            "first_return": rows[0]["eval/return"],
+            "best_return": best,
+        }
+        table.append(run | state | {k: result.get(k, "") for k in RESULTS})
         for row in rows:
             curves.append(run | {k: row.get(k, "") for k in ("update", "eval/return", "charts/policy_entropy")})
             curves[-1] |= {k: row.get(k, "") for k in ("charts/q_data_actions", "charts/q_gap", "charts/agreement")}
