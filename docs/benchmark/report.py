@@ -216,22 +216,23 @@ def atari_runs(rows, methods, tuning):
     table = []
     for row in rows:
         if (row["seed"] < 100) == tuning:
-            state = f"{row['updates']}" if row["finished"] else f"{row['updates']}, stopped"
-            cells = [methods[row["algo"]], row["seed"], f"`{row['flags']}`", state]
+            flags = f"`{row['flags']}`" + (f", script without {row['lacking']}" if row["lacking"] else "")
+            updates = f"{row['updates']}" if row["finished"] else f"{row['updates']}, stopped"
+            cells = [methods[row["algo"]], row["seed"], flags, updates, row["first_return"], row["best_return"]]
             if row["finished"]:
                 cells.append(f"{row['eval_return_mean']:.1f} ± {row['eval_return_std']:.1f}")
                 cells += [f"{row['normalized_return']:.0f}", row["eval_episodes"], row["eval_distinct_returns"]]
                 cells.append(f"{row['updates'] / row['updates_per_second'] / 60:.0f}")
-            table.append(cells + [""] * (9 - len(cells)))
-    header = ["method", "seed", "arguments", "updates", "return ± std over episodes", "normalised", "episodes"]
-    return markdown([*header, "distinct returns", "minutes"], table)
+            table.append(cells + [""] * (11 - len(cells)))
+    header = ["method", "seed", "arguments", "updates", "first evaluation", "best evaluation", "last policy ± std"]
+    return markdown([*header, "normalised", "episodes", "distinct returns", "minutes"], table)
 
 
 def atari_curves(rows, methods):
     """Greedy return during the reported runs, two episodes a cell, so that the last column is not the result."""
-    runs = {(r["algo"], r["seed"]): [] for r in rows if r["seed"] >= 100}
+    runs = {(r["algo"], r["seed"]): [] for r in rows if r["seed"] >= 100 and not r["lacking"]}
     for row in rows:
-        if row["seed"] >= 100:
+        if (row["algo"], row["seed"]) in runs:
             runs[row["algo"], row["seed"]].append(f"{row['update']}: {row['eval/return']:.1f}")
     return markdown(["method", "seed", "update: return"], [[methods[a], s, ", ".join(x)] for (a, s), x in runs.items()])
 
