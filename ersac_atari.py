@@ -184,9 +184,11 @@ def load_frames(dataset, cache_dir):
             np.savez(os.path.join(temporary, "columns.npz"), *map(np.concatenate, zip(*columns)))
             frames.flush()
             os.rename(temporary, cache)
-        except OSError as error:
-            if not os.path.isdir(cache):  # else another run was faster
+        except Exception as error:
+            if isinstance(error, OSError) and error.strerror and not os.path.isdir(cache):  # else another was faster
                 sys.exit(f"{parent}: cannot keep decoded frames there ({error.strerror}); choose another --cache-dir.")
+            if not os.path.isdir(cache):
+                sys.exit(f"{name}: cannot be read ({error}); delete it with `minari delete {name}` and try again.")
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     frames, columns = (np.load(os.path.join(cache, x), mmap_mode="r") for x in ("frames.npy", "columns.npz"))
@@ -514,7 +516,8 @@ if __name__ == "__main__":
     reward = reward.clamp(-1, 1)  # for learning only
     reward, discount, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
     size, A, env_id = len(action), int(dataset.spec.action_space.n), dataset.spec.env_spec.id
-    data = [size, action.sum().item(), reward.sum().item(), int(frames[-1].sum())]  # to notice changes on --resume
+    some = torch.tensor(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
+    data = [size, action.sum().item(), reward.sum().item(), some.sum().item()]  # to notice changes on --resume
     low, high = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     c = F.normalize(torch.randn(size, args.index_dim), dim=-1).to(device)  # each transition's direction, [|D|, d_z]
 
@@ -523,7 +526,6 @@ if __name__ == "__main__":
     ensemble = (args.num_critics, args.prior_scale) if many else (2, 0.0)  # the baselines' clipped double Q
     bc_coef = args.bc_coef if many or star else 0.0  # and their own regularisers
     heads = EpinetHeads(H, A, args.index_dim, args.prior_scale) if star else EnsembleHeads(H, A, *ensemble)
-    some = torch.from_numpy(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
     mean, std = some.mean(0), (some - some.mean(0)).square().mean().sqrt().clamp(min=1.0)
     critic = PixelNetwork(heads, H, A, mean, std).to(device)
     target = copy.deepcopy(critic).requires_grad_(False)

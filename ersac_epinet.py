@@ -163,8 +163,11 @@ def load_transitions(dataset, gamma):
         sys.exit(f"{name} counts its actions from another number than 0, or names no environment to evaluate in.")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         sys.exit(f"{name} has {space} observations; this script needs vectors (ersac_atari.py takes images).")
-    columns = []
-    for episode in dataset.iterate_episodes():
+    try:
+        episodes, columns = list(dataset.iterate_episodes()), []
+    except Exception as error:
+        sys.exit(f"{name}: cannot be read ({error}); delete it with `minari delete {name}` and try again.")
+    for episode in episodes:
         follow, returns = 0.0 if episode.terminations[-1] else math.nan, []
         for reward in episode.rewards[::-1]:
             follow = reward + gamma * follow
