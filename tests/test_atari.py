@@ -79,10 +79,11 @@ def store(name, buffers, env, **extra):
 @pytest.fixture(scope="module")
 def games(datasets):
     """test/pong-v0: three episodes of T steps, with reference scores; test/pong-nan-v0 must be refused."""
-    env, buffers = pong_episodes(3, 0)
-    store("test/pong-v0", buffers, env, ref_min_score=-21.0, ref_max_score=1.0)
-    broken = replace(buffers[0], rewards=np.full(T, np.nan))
-    store("test/pong-nan-v0", [broken], env)
+    if "test/pong-v0" not in minari.list_local_datasets():  # another module may have made them
+        env, buffers = pong_episodes(3, 0)
+        store("test/pong-v0", buffers, env, ref_min_score=-21.0, ref_max_score=1.0)
+        broken = replace(buffers[0], rewards=np.full(T, np.nan))
+        store("test/pong-nan-v0", [broken], env)
     return datasets
 
 
