@@ -133,14 +133,11 @@ def find_atari_dataset(args):
     """The data set to learn from, downloaded if it is not here."""
     dataset_id = args.dataset_id or f"atari/{args.env_id.lower()}/expert-v0"
     if dataset_id not in minari.list_local_datasets():
-        print(f"{dataset_id} is not on this machine; downloading it.")
         try:
             minari.download_dataset(dataset_id)
         except Exception as error:
             why = " ".join(str(error).split())[:150] or type(error).__name__
-            sys.exit(
-                f"{dataset_id}: no download ({why}). Copy a `minari download`, or use docs/benchmark/record_atari.py."
-            )
+            sys.exit(f"{dataset_id}: `minari download` failed ({why}); copy it, or use docs/benchmark/record_atari.py.")
     try:
         return minari.load_dataset(dataset_id)
     except Exception as error:
@@ -167,10 +164,9 @@ def load_frames(dataset, cache_dir):
     key = hashlib.sha1(repr((name, files)).encode()).hexdigest()[:16]  # another one when the data set changes
     parent = cache_dir or os.path.dirname(source)
     cache = os.path.join(parent, f"frames84-{key}")
-    temporary = f"{cache}.{os.getpid()}.tmp"
     if not os.path.isdir(cache):
         try:
-            os.makedirs(temporary)
+            os.makedirs(temporary := f"{cache}.{os.getpid()}.tmp")
             shape, at, columns = (int(dataset.total_steps + dataset.total_episodes), 84, 84), 0, []
             frames = np.lib.format.open_memmap(os.path.join(temporary, "frames.npy"), "w+", np.uint8, shape)
             for episode in tqdm(dataset.iterate_episodes(), "decoding", int(dataset.total_episodes), unit="episode"):
@@ -244,12 +240,11 @@ class EpinetHeads(nn.Module):
     """Mean and stochastic head, linear in the index z, no gradient from the latter into the features.
     forward(psi [B, H]) -> mu [B, A], sigma_bar [B, A, d_z]"""
 
-    def __init__(self, hidden_dim, num_actions, index_dim, prior_scale):
+    def __init__(self, H, num_actions, index_dim, prior_scale):
         super().__init__()
         self.shape, self.prior_scale, n = (num_actions, index_dim), prior_scale, num_actions * index_dim
-        self.mean = nn.Linear(hidden_dim, num_actions)
-        heads = (nn.Sequential(nn.Linear(hidden_dim, 50), nn.ReLU(), nn.Linear(50, n)) for _ in range(2))
-        self.learnable, self.prior = heads
+        self.mean = nn.Linear(H, num_actions)
+        self.learnable, self.prior = (nn.Sequential(nn.Linear(H, 50), nn.ReLU(), nn.Linear(50, n)) for _ in range(2))
         self.prior.requires_grad_(False)
 
     def forward(self, psi):
@@ -376,8 +371,7 @@ def expectile_loss(error, tau):
     return torch.where(error < 0, 1 - tau, tau) * error.square()
 
 
-# ===== BRAC-BCQ: discrete BCQ of Fujimoto et al., Benchmarking Batch Deep RL Algorithms, 2019 (threshold 0.3, logits'
-# penalty 0.01), with the KL penalty of Wu et al., Behavior Regularized Offline RL, 2019, in target and actor (0.1)
+# ===== BRAC-BCQ: discrete BCQ (Fujimoto et al., 2019; threshold 0.3, logits' penalty 0.01), BRAC's KL (Wu et al., 2019)
 def bcq_filter(log_b, threshold):
     """Allowed actions: b(a|s) / max_a' b(a'|s) above the threshold; the likeliest one always is. [B, A] bool"""
     ratio = (log_b - log_b.amax(-1, keepdim=True)).exp()
@@ -391,17 +385,20 @@ def brac_kl(pi, log_pi, log_b):
 
 # ===== Evaluation, logging, checkpoints
 @torch.no_grad()
-def play(policy, env, episodes, seed, device):
-    """Undiscounted, unclipped returns of the greedy policy, each episode after 0 to 30 no-ops. [episodes]"""
+def play(policy, envs, episodes, seed, device):
+    """Undiscounted, unclipped returns of the greedy policy, after 0 to 30 no-ops, len(envs) side by side. [episodes]"""
     returns = np.zeros(episodes)
-    for episode in range(episodes):
-        obs, _ = env.reset(seed=seed + episode)
-        wait, done = np.random.default_rng(seed + episode).integers(31), False
-        while not done:
-            action = 0 if wait > 0 else int(policy(torch.as_tensor(obs[None], device=device))[0].argmax())
-            obs, reward, terminated, truncated, _ = env.step(action)
-            returns[episode] += reward
-            wait, done = wait - 1, terminated or truncated
+    for start in range(0, episodes, len(envs)):
+        now = {start + i: env for i, env in enumerate(envs) if start + i < episodes}  # episodes that go on
+        obs = {e: env.reset(seed=seed + e)[0] for e, env in now.items()}
+        wait = {e: np.random.default_rng(seed + e).integers(31) for e in now}
+        while now:
+            greedy = policy(torch.as_tensor(np.stack([obs[e] for e in now]), device=device))[0].argmax(-1).tolist()
+            for (e, env), action in zip(list(now.items()), greedy):
+                obs[e], reward, terminated, truncated, _ = env.step(action if wait[e] <= 0 else 0)
+                returns[e], wait[e] = returns[e] + reward, wait[e] - 1
+                if terminated or truncated:
+                    del now[e]
     return returns
 
 
@@ -524,7 +521,6 @@ if __name__ == "__main__":
     # critic, target critic, actor with an encoder of its own
     H, many = args.hidden_dim, algo in ("sac-n", "ersac-ch-n", "ersac-ell-n")
     ensemble = (args.num_critics, args.prior_scale) if many else (2, 0.0)  # the baselines' clipped double Q
-    bc_coef = args.bc_coef if many or star else 0.0  # and their own regularisers
     heads = EpinetHeads(H, A, args.index_dim, args.prior_scale) if star else EnsembleHeads(H, A, *ensemble)
     mean, std = some.mean(0), (some - some.mean(0)).square().mean().sqrt().clamp(min=1.0)
     critic = PixelNetwork(heads, H, A, mean, std).to(device)
@@ -558,7 +554,8 @@ if __name__ == "__main__":
         q_optimizer.load_state_dict(checkpoint["q_optimizer"])
         policy_optimizer.load_state_dict(checkpoint["policy_optimizer"])
         generator.set_state(checkpoint["generator"])
-    env, run_name = make_atari_env(dataset), checkpoint["run_name"] if checkpoint else os.path.basename(folder)
+    envs = [make_atari_env(dataset) for _ in range(min(args.eval_episodes, 10))]
+    run_name = checkpoint["run_name"] if checkpoint else os.path.basename(folder)
     open_run_folder(folder, args, rows)
     args.track = args.track and not args.eval_only
     track = start_tracking(args, run_name, f"{env_id} {method}")
@@ -631,7 +628,9 @@ if __name__ == "__main__":
         log_pi, log_b = log_policy(s)  # [B, A]
         pi = log_pi.exp()
         q_star = worst_case(output, pi.detach())  # [B, A]
-        pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean() + bc_coef * F.nll_loss(log_pi, a)
+        pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean()
+        if many or star:  # the baselines have regularisers of their own
+            pi_loss = pi_loss + args.bc_coef * F.nll_loss(log_pi, a)
         if algo == "iql":  # clone the data's actions, those better than V(s) more
             weights = (args.iql_beta * (q_old - v)).exp().clamp(max=100)  # [B]
             pi_loss = -(weights * log_pi.gather(1, a[:, None])[:, 0]).mean()
@@ -661,7 +660,7 @@ if __name__ == "__main__":
                 row |= {"charts/std_data_actions": std[taken].mean(), "charts/std_other_actions": std[~taken].mean()}
             rows.append({"update": update} | {name: value.item() for name, value in row.items()})
             rows[-1]["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
-            scores = play(log_policy, env, max(args.eval_episodes // 10, 1), 10**6 * (args.seed + 1), device)
+            scores = play(log_policy, envs, max(args.eval_episodes // 10, 1), 10**6 * (args.seed + 1), device)
             rows[-1] |= {"eval/return": scores.mean().item(), "eval/distinct_returns": len(np.unique(scores))}
             append_rows(folder, rows[-1:])
             tick, tick_update = time.time(), update
@@ -679,9 +678,9 @@ if __name__ == "__main__":
 
     # final evaluation of the last policy on fresh episodes
     if args.capture_video and not args.eval_only:
-        env = make_atari_env(dataset, os.path.join(folder, "video"))
-    scores = play(log_policy, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, device)
-    env.close()
+        envs[0] = make_atari_env(dataset, os.path.join(folder, "video"))
+    scores = play(log_policy, envs, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, device)
+    envs[0].close()
     with torch.no_grad():
         log_pi, _ = log_policy(stack(frames, frame[:: size // 1000 + 1], first[:: size // 1000 + 1]).to(device))
     result = {"script": "ersac_atari.py", "method": method, "env_id": env_id, "seed": args.seed}
@@ -696,7 +695,6 @@ if __name__ == "__main__":
     if track:
         track.summary.update(result)
         track.finish()
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} over {args.eval_episodes} episodes")
-    if known_scale:
-        print(f"normalized return {result['normalized_return']:.1f} (0 random play, 100 the recorded policy)")
+    shown = f"normalized {result['normalized_return']:.1f}" if known_scale else "no reference scores"
+    print(f"{method} on {result['dataset_id']}: return {scores.mean():.1f}, {args.eval_episodes} episodes, {shown}")
     print(f"run folder: {folder}")

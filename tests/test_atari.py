@@ -429,11 +429,12 @@ class Corridor(gym.Env):
         return np.zeros((4, 84, 84), np.uint8), float(self.waited) if action else 0.0, action != 0, False, {}
 
 
-def test_evaluation_is_greedy_after_seeded_no_ops():
-    env = Corridor()
-    policy = lambda obs: (torch.tensor([[0.1, 0.2, 0.7]]).log(), None)  # noqa: E731
-    returns = play(policy, env, 200, 5, "cpu")
-    assert env.seeds == list(range(5, 205)) and np.array_equal(returns, play(policy, env, 200, 5, "cpu"))
+def test_evaluation_is_greedy_after_seeded_no_ops_and_the_same_side_by_side():
+    env, many = Corridor(), [Corridor() for _ in range(7)]
+    policy = lambda obs: (torch.tensor([[0.1, 0.2, 0.7]]).log().expand(len(obs), -1), None)  # noqa: E731
+    returns = play(policy, [env], 200, 5, "cpu")
+    assert env.seeds == list(range(5, 205)) and np.array_equal(returns, play(policy, many, 200, 5, "cpu"))
+    assert sorted(seed for one in many for seed in one.seeds) == list(range(5, 205))
     assert set(returns) <= set(range(31)) and len(np.unique(returns)) > 25 and returns.min() == 0
 
 

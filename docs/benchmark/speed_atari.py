@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 python docs/benchmark/speed_atari.py
 
 Every cell is the script itself, started as a user would on frames of noise, because speed does not depend on what is
-learned. All cells are timed in turn, several rounds; the fastest round counts, as others may use the machine meanwhile.
+learned: a short and a long run, the difference of their processor times. So neither the start nor other programs count.
 """
 
 import csv
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -29,10 +30,10 @@ ALGOS = ("sac-n", "ersac-ch-n", "ersac-ell-n", "ersac-ell-epi-star", "cql", "iql
 
 @dataclass
 class Args:
-    rounds: int = 3
-    """every cell is timed this often, in turn"""
-    updates: int = 640
-    """transitions a round: 20 updates of 32, or a few of 256; as many before for warming up"""
+    rounds: int = 1
+    """every cell is timed this often, in turn; medians count"""
+    transitions: int = 3072
+    """transitions by which the long run is longer: 96 updates of 32, or 12 of 256"""
     out: str = str(ROOT / "docs" / "benchmark" / "speed_atari.csv")
     """CSV with a row for every cell"""
 
@@ -50,32 +51,39 @@ def store_noise(folder):
         minari.create_dataset_from_buffers("speed/noise-v0", [EpisodeBuffer(id=0, **episode)], env=env)
 
 
-def measure(algo, batch, heads, transitions):
-    """One run; speed of its last row, evaluation excluded."""
+def processor_time(algo, batch, heads, updates):
+    """Seconds that one run of the script takes, from start to end, on one thread."""
     with tempfile.TemporaryDirectory() as folder:
-        updates = max(transitions // batch, 4)
         command = [sys.executable, str(ROOT / "ersac_atari.py"), "--dataset-id", "speed/noise-v0", "--no-cuda"]
         command += ["--output-dir", folder, "--algo", algo, "--batch-size", batch, "--num-critics", heads]
-        command += ["--total-updates", 2 * updates, "--eval-interval", updates, "--eval-episodes", 1]
+        command += ["--clone-updates", 0, "--critic-warmup", 0, "--total-updates", updates, "--eval-episodes", 1]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(list(map(str, command)), check=True, capture_output=True, env=environment)
-        with open(next(Path(folder).glob("*/metrics.csv")), newline="") as f:
-            return float(list(csv.DictReader(f))[-1]["charts/updates_per_second"])
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure(algo, batch, heads, transitions):
+    """Updates per second of processor time."""
+    more = transitions // batch
+    return more / (processor_time(algo, batch, heads, 4 + more) - processor_time(algo, batch, heads, 4))
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     cells = [(algo, batch, 100) for batch in (32, 256) for algo in ALGOS]
     cells += [(algo, 256, 1) for algo in ALGOS[:3]]
-    best = dict.fromkeys(cells, 0.0)
+    speeds = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
         store_noise(folder)
+        processor_time("iql", 4, 1, 1)  # decodes the frames
         for cell in tqdm(cells * args.rounds):
-            best[cell] = max(best[cell], measure(*cell, args.updates))
+            speeds[cell].append(measure(*cell, args.transitions))
     with open(args.out + ".tmp", "w", newline="") as f:
         writer = csv.writer(f)
         writer.writerow(["algo", "batch_size", "heads", "updates_per_second"])
-        for (algo, batch, heads), speed in best.items():
+        for (algo, batch, heads), measured in speeds.items():
             heads = heads if algo in ALGOS[:3] else 1 if algo == "ersac-ell-epi-star" else 2
-            writer.writerow([algo, batch, heads, round(speed, 3)])
+            writer.writerow([algo, batch, heads, round(float(np.median(measured)), 3)])
     os.replace(args.out + ".tmp", args.out)
