@@ -565,7 +565,8 @@ if __name__ == "__main__":
         policy_optimizer.step()
 
         # update target critic
-        torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), args.polyak)
+        with torch.no_grad():  # else the targets would drag a growing graph behind them
+            torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), args.polyak)
 
         if not (q_loss + pi_loss).isfinite():
             name = "actor" if q_loss.isfinite() else "critic"

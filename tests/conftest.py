@@ -22,17 +22,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """run("ersac_tabular", "--seed", 3) -> exit code, output and run folders, all under a temporary folder."""
+    """run("ersac_tabular", "--seed", 3) -> exit code, output, run folders (in a temporary folder), variables."""
 
     def call(script, *arguments):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
         before = set(tmp_path.glob("runs/*"))
-        handler, threads, code = signal.getsignal(signal.SIGINT), torch.get_num_threads(), 0
+        handler, threads, code, names = signal.getsignal(signal.SIGINT), torch.get_num_threads(), 0, {}
         torch.set_num_threads(1)
         capsys.readouterr()
         try:
-            runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+            names = runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
         except SystemExit as stop:
             code = stop.code
             if isinstance(code, str):  # sys.exit("message") prints it and exits with 1
@@ -42,7 +42,8 @@ def run(monkeypatch, capsys, tmp_path):
             signal.signal(signal.SIGINT, handler)
             torch.set_num_threads(threads)
         out, err = capsys.readouterr()
-        return SimpleNamespace(code=code or 0, out=out, err=err, folders=sorted(set(tmp_path.glob("runs/*")) - before))
+        folders = sorted(set(tmp_path.glob("runs/*")) - before)
+        return SimpleNamespace(code=code or 0, out=out, err=err, folders=folders, names=names)
 
     return call
 

@@ -94,6 +94,15 @@ def test_finished_run_can_be_resumed_and_stays_as_it_is(script, run, load, games
     assert same(first.checkpoint, again.checkpoint) and again.result["updates_per_second"] > 0
 
 
+# ----- memory
+@pytest.mark.parametrize("script", ["ersac_ensemble", "ersac_epinet", "ersac_atari"])
+def test_no_graph_grows_from_update_to_update(script, run, games):  # noqa: F811
+    """Polyak averaging outside of no_grad made the targets part of a graph that grew by 8 kB an update."""
+    names = run(script, *SMALL[script], *SHORT).names
+    assert all(p.grad_fn is None and not p.requires_grad for p in names["target"].parameters())
+    assert all(p.grad_fn is None for part in ("critic", "actor") for p in names[part].parameters())
+
+
 # ----- disks
 @pytest.mark.parametrize("script", SMALL)
 def test_full_disk_ends_in_one_line_and_the_last_checkpoint_goes_on(script, run, load, games):  # noqa: F811

@@ -4,11 +4,13 @@
 
 Ours is the script itself, started as a user would. The plain baseline is what one writes first: a Python loop over
 nn.Module critics with an optimiser each. d3rlpy is timed if it is there (requirements-speed.txt). Medians over rounds.
+All times are processor times, so that other programs on the machine hardly count.
 """
 
 import copy
 import csv
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -34,33 +36,40 @@ class Args:
     rounds: int = 5
     """every contender is timed this often, in turn"""
     updates: int = 30
-    """updates a round, after as many for warming up"""
+    """updates a round, after as many for warming up; cheap contenders do ten times as many"""
     out: str = str(ROOT / "docs" / "benchmark" / "speed.csv")
     """CSV with a row for every contender"""
 
 
 def store_random_data(folder):
-    """A Minari data set of noise with LunarLander's shapes: speed does not depend on what is learned."""
+    """Noise with LunarLander's shapes, for speed does not depend on what is learned; its environment ends at once."""
     rng, os.environ["MINARI_DATASETS_PATH"] = np.random.default_rng(0), folder
     T = 5000
     episode = {"observations": rng.normal(size=(T + 1, D)).astype(np.float32), "actions": rng.integers(A, size=T)}
     episode |= {"rewards": rng.normal(size=T), "terminations": np.arange(T) == T - 1, "truncations": np.zeros(T, bool)}
     with warnings.catch_warnings(action="ignore"):
         buffers = [EpisodeBuffer(id=0, **episode)]
-        minari.create_dataset_from_buffers("speed/noise-v0", buffers, env=gym.make("LunarLander-v3"))
+        env = gym.make("LunarLander-v3", max_episode_steps=5)
+        minari.create_dataset_from_buffers("speed/noise-v0", buffers, env=env)
 
 
-def ours(script, *flags):
-    """One run of a script; speed of its last row, evaluation excluded."""
+def ours(script, *flags, more=1):
+    """One run of a script with 2 n updates and one with n: the difference of their processor times, start excluded."""
 
-    def measure(args):
+    def seconds(updates):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(ROOT / script), "--dataset-id", "speed/noise-v0", "--output-dir", folder]
-            command += ["--total-updates", str(2 * args.updates), "--eval-interval", str(args.updates)]
-            command += ["--eval-episodes", "1", "--checkpoint-interval", "1000000", *map(str, flags)]
-            subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            with open(next(Path(folder).glob("*/metrics.csv")), newline="") as f:
-                return 1000 / float(list(csv.DictReader(f))[-1]["charts/updates_per_second"])
+            command += ["--total-updates", updates, "--eval-interval", 10**6, "--checkpoint-interval", 10**6]
+            command += ["--eval-episodes", 1, *flags]
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.run(list(map(str, command)), check=True, capture_output=True, env=environment)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    def measure(args):
+        n = more * args.updates
+        return 1000 * (seconds(2 * n) - seconds(n)) / n
 
     return measure
 
@@ -79,7 +88,7 @@ def plain_loop(N):
         data = torch.randn(5000, D), torch.randint(A, (5000,)), torch.randn(5000), torch.randn(5000, D)
         for update in range(2 * args.updates):
             if update == args.updates:
-                started = time.perf_counter()
+                started = time.process_time()
             s, a, r, s_next = (x[torch.randint(5000, (B,))] if x is data[0] else x[:B] for x in data)
             with torch.no_grad():
                 log_pi = actor(s_next).log_softmax(-1)
@@ -100,7 +109,7 @@ def plain_loop(N):
                 for critic, target in zip(critics, targets):
                     for p, p_target in zip(critic.parameters(), target.parameters()):
                         p_target.lerp_(p, 0.005)
-        return 1000 * (time.perf_counter() - started) / args.updates
+        return 1000 * (time.process_time() - started) / args.updates
 
     return measure
 
@@ -132,9 +141,9 @@ def d3rlpy_sac(N):
         assert isinstance(batches[0], TransitionMiniBatch)
         for update in range(2 * args.updates):
             if update == args.updates:
-                started = time.perf_counter()
+                started = time.process_time()
             algorithm.update(batches[update % 10])
-        return 1000 * (time.perf_counter() - started) / args.updates
+        return 1000 * (time.process_time() - started) / args.updates
 
     return measure
 
@@ -143,17 +152,18 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
     contenders = {}
-    for N in (100, 10):
-        plain = ("--num-critics", N, "--no-layer-norm")
+    for N, more in ((100, 1), (10, 10)):
+        size = ("--num-critics", N, "--clone-updates", 0)
         contenders["plain loop", N] = plain_loop(N)
         contenders["d3rlpy DiscreteSAC", N] = d3rlpy_sac(N)
         for kind in ("box", "hull", "ellipsoid"):
-            contenders[f"ersac_ensemble.py {kind}", N] = ours("ersac_ensemble.py", *plain, "--uncertainty-set", kind)
-        contenders["ersac_ensemble.py ellipsoid, layer norm", N] = ours("ersac_ensemble.py", "--num-critics", N)
+            flags = (*size, "--no-layer-norm", "--uncertainty-set", kind)
+            contenders[f"ersac_ensemble.py {kind}", N] = ours("ersac_ensemble.py", *flags, more=more)
+        contenders["ersac_ensemble.py ellipsoid, layer norm", N] = ours("ersac_ensemble.py", *size, more=more)
         sampled = ("--method", "ell-epi", "--num-index-samples", N, "--no-layer-norm")
-        contenders["ersac_epinet.py ell-epi, N indices", N] = ours("ersac_epinet.py", *sampled)
-    contenders["ersac_epinet.py ell-epi-star", 1] = ours("ersac_epinet.py", "--no-layer-norm")
-    contenders["ersac_epinet.py ell-epi-star, layer norm", 1] = ours("ersac_epinet.py")
+        contenders["ersac_epinet.py ell-epi, N indices", N] = ours("ersac_epinet.py", *sampled, more=10)
+    contenders["ersac_epinet.py ell-epi-star", 1] = ours("ersac_epinet.py", "--no-layer-norm", more=10)
+    contenders["ersac_epinet.py ell-epi-star, layer norm", 1] = ours("ersac_epinet.py", more=10)
     try:
         import d3rlpy  # noqa: F401
     except ImportError:
