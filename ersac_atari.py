@@ -171,6 +171,8 @@ def load_frames(dataset, cache_dir):
             frames = np.lib.format.open_memmap(os.path.join(temporary, "frames.npy"), "w+", np.uint8, shape)
             for episode in tqdm(dataset.iterate_episodes(), "decoding", int(dataset.total_episodes), unit="episode"):
                 reward, ends, T = np.float32(episode.rewards), np.float32(episode.terminations), len(episode.rewards)
+                if not len(episode.observations) - 1 == len(episode.actions) == T:
+                    sys.exit(f"{name}: episode {episode.id} needs T + 1 observations and T of everything else.")
                 if not np.isfinite(reward).all():
                     sys.exit(f"{name} holds rewards that are not finite; repair the data set or choose another.")
                 for t in range(T + 1):  # Minari: T + 1 observations, T of everything else

@@ -173,6 +173,8 @@ def load_transitions(dataset, gamma):
             follow = reward + gamma * follow
             returns.append(follow)
         obs = np.asarray(episode.observations, np.float32)
+        if not len(obs) - 1 == len(episode.actions) == len(episode.rewards):
+            sys.exit(f"{name}: episode {episode.id} lacks an observation or an action; it needs T + 1 and T of them.")
         columns.append((obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations, returns[::-1]))
     obs, action, reward, next_obs, terminated, returns = (torch.as_tensor(np.concatenate(x)) for x in zip(*columns))
     if not (obs.isfinite().all() and next_obs.isfinite().all() and reward.isfinite().all()):

@@ -112,8 +112,9 @@ def datasets(tmp_path_factory):
     os.environ["MINARI_DATASETS_PATH"] = str(folder)
     env, episodes = cartpole_episodes(3000, 0)
 
-    def store(name, episodes, env, **spaces):
-        buffers = [EpisodeBuffer(id=i, **{k: np.array(v) for k, v in e.items()}) for i, e in enumerate(episodes)]
+    def store(name, episodes, env, ids=None, **spaces):
+        ids = ids or range(len(episodes))
+        buffers = [EpisodeBuffer(id=i, **{k: np.array(v) for k, v in e.items()}) for i, e in zip(ids, episodes)]
         with warnings.catch_warnings(action="ignore"):
             minari.create_dataset_from_buffers(name, buffers, env=env, **spaces)
 
@@ -122,6 +123,7 @@ def datasets(tmp_path_factory):
     store("test/lander-v0", lander_episodes(8), gym.make("LunarLander-v3"), ref_min_score=-200.0, ref_max_score=260.0)
     broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
     store("test/nan-v0", broken, env)
+    store("test/ragged-v0", episodes[:2], env, ids=[0, 0])  # merged into one: two observations more than actions
     pendulum = gym.make("Pendulum-v1")
     moves = [dict(e, observations=np.zeros((len(e["actions"]) + 1, 3), np.float32)) for e in episodes[:2]]
     moves = [dict(e, actions=np.zeros((len(e["actions"]), 1), np.float32)) for e in moves]

@@ -78,12 +78,13 @@ def store(name, buffers, env, **extra):
 
 @pytest.fixture(scope="module")
 def games(datasets):
-    """test/pong-v0: three episodes of T steps, with reference scores; test/pong-nan-v0 must be refused."""
+    """test/pong-v0: three episodes of T steps, with reference scores; the two others must be refused."""
     if "test/pong-v0" not in minari.list_local_datasets():  # another module may have made them
         env, buffers = pong_episodes(3, 0)
         store("test/pong-v0", buffers, env, ref_min_score=-21.0, ref_max_score=1.0)
         broken = replace(buffers[0], rewards=np.full(T, np.nan))
         store("test/pong-nan-v0", [broken], env)
+        store("test/pong-ragged-v0", [replace(buffer, id=0) for buffer in buffers[:2]], env)
     return datasets
 
 
@@ -556,9 +557,10 @@ def test_bad_input_ends_in_one_clear_line(run, games, tmp_path, arguments, named
     assert list(tmp_path.glob("runs/**/*.json")) == []
 
 
-def test_rewards_that_are_not_finite_are_refused_and_nothing_is_kept(run, games, tmp_path):
-    done = run("ersac_atari", "--dataset-id", "test/pong-nan-v0", *SHORT, "--cache-dir", tmp_path / "cache")
-    assert done.code == 1 and "not finite" in done.err.splitlines()[-1]
+@pytest.mark.parametrize("name, word", [("nan", "not finite"), ("ragged", "T + 1")])
+def test_bad_episodes_are_refused_and_nothing_is_kept(run, games, tmp_path, name, word):
+    done = run("ersac_atari", "--dataset-id", f"test/pong-{name}-v0", *SHORT, "--cache-dir", tmp_path / "cache")
+    assert done.code == 1 and word in done.err.splitlines()[-1]
     assert list((tmp_path / "cache").iterdir()) == [] and not (tmp_path / "runs").exists()
 
 

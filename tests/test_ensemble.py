@@ -531,6 +531,7 @@ BAD = [
     ("--dataset-id test/pendulum-v0", "discrete actions"),
     ("--dataset-id test/lake-v0", "vectors"),
     ("--dataset-id test/nan-v0", "not finite"),
+    ("--dataset-id test/ragged-v0", "T + 1"),
     ("--output-dir /proc/nowhere", "output-dir"),
 ]
 

@@ -156,6 +156,7 @@ def test_methods_end_to_end_and_resumed_to_the_same_bits(run, load, datasets, mo
 
 
 BAD = [
+    ("--dataset-id test/ragged-v0", "T + 1"),
     ("--upsilon 1", "infinite"),
     ("--upsilon 0", "upsilon"),
     ("--head mlp", "linear in z"),
