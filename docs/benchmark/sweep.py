@@ -4,6 +4,7 @@
 
 A finished run is one row of the CSV, written at once and skipped the next time; a run that a kill interrupted is made
 anew. --flags="--autotune" passes further arguments to the training scripts (not to cloning), part of a row's name.
+--datasets takes Minari ids in place of environments, sizes and taus, such as that of mix.py.
 """
 
 import csv
@@ -23,6 +24,9 @@ import tyro
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from ersac_ensemble import dataset_name  # noqa: E402
+
 METHODS = {
     "SAC-N": "ersac_ensemble.py --uncertainty-set box",
     "CH-N": "ersac_ensemble.py --uncertainty-set hull",
@@ -35,7 +39,7 @@ METHODS = {
 }
 COLUMNS = ("method", "env_id", "dataset_size", "expectile_tau", "seed", "flags", "dataset_id", "normalized_return")
 COLUMNS += ("best_return", "eval_return_mean", "eval_return_std", "random_return", "reference_return", "policy_entropy")
-COLUMNS += ("updates", "updates_per_second", "seconds")
+COLUMNS += ("updates", "updates_per_second", "seconds", "training_entropy")
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Args:
     """transitions in the data set"""
     taus: list[float] = field(default_factory=lambda: [0.5])
     """risk levels of the behaviour policy"""
+    datasets: list[str] = field(default_factory=list)
+    """Minari data sets, instead of environments, sizes and taus"""
     methods: list[str] = field(default_factory=lambda: ["SAC-N", "CH-N", "Ell_0.9-N", "BC"])
     """methods, by the names of METHODS"""
     seeds: list[int] = field(default_factory=lambda: [100, 101, 102, 103, 104])
@@ -58,25 +64,28 @@ class Args:
     """CSV to append to"""
 
 
-def run(method, env, size, tau, seed, flags):
-    """One run, as a row of the CSV."""
+def run(method, dataset_id, seed, flags, env, size, tau):
+    """One run, as a row of the CSV. Without an environment the data set is named instead."""
     script, *words = METHODS[method].split()
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / script), *words, "--env-id", env, "--dataset-size", str(size)]
-        command += ["--expectile-tau", str(tau), "--seed", str(seed), "--output-dir", folder]
-        command += shlex.split(flags) if method != "BC" else []
+        command = [sys.executable, str(ROOT / script), *words, "--seed", str(seed), "--output-dir", folder]
+        ours = ["--env-id", env, "--dataset-size", str(size), "--expectile-tau", str(tau)]
+        command += [*(ours if env else ["--dataset-id", dataset_id]), *shlex.split(flags)]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
         (path,) = Path(folder).glob("*/result.json")
         row = json.loads(path.read_text())
-        evaluations = []
+        metrics = []
         if (path.parent / "metrics.csv").exists():
             with open(path.parent / "metrics.csv", newline="") as f:
-                evaluations = [float(r["eval/return"]) for r in csv.DictReader(f)]
-    row |= {"method": method, "dataset_size": size, "expectile_tau": tau, "flags": flags if method != "BC" else ""}
-    row |= {"seconds": time.time() - started, "best_return": max(evaluations) if evaluations else None}
+                metrics = list(csv.DictReader(f))
+    row |= {"method": method, "dataset_size": size, "expectile_tau": tau, "flags": flags}
+    row |= {"seconds": time.time() - started, "best_return": None, "training_entropy": None}
+    if metrics:
+        row["best_return"] = max(float(r["eval/return"]) for r in metrics)
+        row["training_entropy"] = sum(float(r["charts/policy_entropy"]) for r in metrics) / len(metrics)
     return {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS}
 
 
@@ -89,17 +98,18 @@ if __name__ == "__main__":
     if path.exists():
         text = path.read_text()
         rows = [row for row in csv.DictReader(text.splitlines()) if row["seconds"]]
-    if not text.endswith("\n"):  # a new file, or a kill has left half a line; else other sweeps may be writing here
+    if not text.endswith("\n") or text.splitlines()[0] != ",".join(COLUMNS):  # a new or an old file, or half a line
         with open(f"{path}.tmp", "w", newline="") as f:
             writer = csv.DictWriter(f, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)
         os.replace(f"{path}.tmp", path)
-    name = ("method", "env_id", "dataset_size", "expectile_tau", "seed", "flags")
-    have = {tuple(row[k] for k in name) for row in rows}
-    grid = itertools.product(args.seeds, args.envs, args.sizes, args.taus, args.methods)
-    cells = [(m, e, n, t, s, args.flags if m != "BC" else "") for s, e, n, t, m in grid]
-    todo = [cell for cell in cells if tuple(map(str, cell)) not in have]
+    have = {tuple(row[k] for k in ("method", "dataset_id", "seed", "flags")) for row in rows}
+    ours = [(dataset_name(e, t, n), e, n, t) for e, n, t in itertools.product(args.envs, args.sizes, args.taus)]
+    data = [(name, None, "", "") for name in args.datasets] or ours
+    grid = itertools.product(args.seeds, data, args.methods)
+    cells = [(m, name, s, args.flags if m != "BC" else "", *rest) for s, (name, *rest), m in grid]
+    todo = [cell for cell in cells if (*cell[:2], str(cell[2]), cell[3]) not in have]
     with ThreadPoolExecutor(args.workers) as pool, open(path, "a", newline="") as f:
         bar = tqdm(total=len(cells), initial=len(cells) - len(todo), desc=path.stem, unit="run")
         for future in as_completed([pool.submit(run, *cell) for cell in todo]):
