@@ -178,17 +178,89 @@ def tuning(rows):
     return markdown(["changed from the defaults", "MDP", *METHODS.values()], table)
 
 
-def gym(rows, methods, env=None, size=None):
-    """Networks, default settings: a row for each environment, data size and tau, last policies over the seeds."""
-    rows = [r for r in rows if r["flags"] == "" and env in (None, r["env_id"]) and size in (None, r["dataset_size"])]
+GYM = ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "Ell-Epi", "Ell-Epi*", "BC")
+
+
+def default_rows(rows):
+    """Rows with default settings on our own data sets, and their (environment, size, tau) in order."""
+    rows = [r for r in rows if r["flags"] == "" and r["dataset_size"] != ""]
+    return rows, sorted({(r["env_id"], r["dataset_size"], r["expectile_tau"]) for r in rows})
+
+
+def gym(rows, methods, paper=()):
+    """Networks, default settings: a row for each environment, data size and tau, last policies over the seeds; in
+    brackets the paper's mean. Methods without a run are left out."""
+    rows, keys = default_rows(rows)
+    methods = [m for m in methods if any(r["method"] == m for r in rows)]
     table = []
-    for key in sorted({(r["env_id"], r["dataset_size"], r["expectile_tau"]) for r in rows}):
+    for key in keys:
         where = dict(zip(("env_id", "dataset_size", "expectile_tau"), key))
         columns = {m: per_seed(rows, "normalized_return", method=m, **where) for m in methods}
-        cells = dict(zip([m for m in methods if len(columns[m])], marked([x for x in columns.values() if len(x)], 1)))
+        shown = dict(zip([m for m in methods if len(columns[m])], marked([x for x in columns.values() if len(x)], 1)))
+        for theirs in paper:
+            if all(theirs[k] == v for k, v in where.items()):
+                shown = {m: f"{cell} ({theirs[m]})" if m in theirs else cell for m, cell in shown.items()}
         seeds = sorted({len(x) for x in columns.values() if len(x)})
-        table.append([key[0], f"{key[1]:,}", key[2], *(cells.get(m, "") for m in methods), "/".join(map(str, seeds))])
+        table.append([key[0], f"{key[1]:,}", key[2], *(shown.get(m, "") for m in methods), "/".join(map(str, seeds))])
     return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods), "seeds"], table)
+
+
+def paired(rows, pairs, digits=1):
+    """Differences of two methods with the same data and seed, mean ± 90 % interval, and how many seeds gained."""
+    rows, keys = default_rows(rows)
+    table = []
+    for key in keys:
+        line = []
+        for pair in pairs:
+            scores = [
+                {r["seed"]: r["normalized_return"] for r in rows if r["method"] == m and key == cell(r)} for m in pair
+            ]
+            both = sorted(scores[0].keys() & scores[1].keys())
+            gain = np.array([scores[0][s] - scores[1][s] for s in both])
+            line.append(f"{interval(gain, digits)} ({(gain > 0).sum()} of {len(gain)})" if both else "")
+        if any(line):
+            table.append([key[0], f"{key[1]:,}", key[2], *line])
+    header = [f"{first} − {second}".replace("*", "\\*") for first, second in pairs]
+    return markdown(["environment", "transitions", "τ", *header], table)
+
+
+def cell(row):
+    return row["env_id"], row["dataset_size"], row["expectile_tau"]
+
+
+def last_and_best(rows):
+    """The last policy beside the best evaluation on the way, which nobody could have chosen offline."""
+    rows, keys = default_rows(rows)
+    table = []
+    for key in keys:
+        for m in GYM:
+            chosen = [r for r in rows if r["method"] == m and cell(r) == key and r["best_return"] != ""]
+            if chosen:
+                low, high = chosen[0]["random_return"], chosen[0]["reference_return"]
+                last, best = (
+                    100 * (np.array([r[k] for r in chosen]) - low) / (high - low)
+                    for k in ("eval_return_mean", "best_return")
+                )
+                line = [interval(x, 1) for x in (last, best, best - last)]
+                table.append([key[0], f"{key[1]:,}", key[2], m.replace("*", "\\*"), *line])
+    header = ["environment", "transitions", "τ", "method", "last policy", "best evaluation", "flattery"]
+    return markdown(header, table)
+
+
+def mixed(rows):
+    """Other data sets, by their ids: all methods that were run there, default settings."""
+    rows = [r for r in rows if r["dataset_size"] == ""]
+    methods = [m for m in GYM if any(r["method"] == m for r in rows)]
+    table = []
+    for name, flags in sorted({(r["dataset_id"], r["flags"]) for r in rows if r["method"] != "BC"}):
+        columns = [
+            per_seed(rows, "normalized_return", dataset_id=name, method=m, flags="" if m == "BC" else flags)
+            for m in methods
+        ]
+        line = [interval(x, 1) if len(x) else "" for x in columns]
+        seeds = sorted({len(x) for x in columns if len(x)})
+        table.append([f"`{name}`", f"`{flags}`" if flags else "", *line, "/".join(map(str, seeds))])
+    return markdown(["data set", "arguments", *(m.replace("*", "\\*") for m in methods), "seeds"], table)
 
 
 def gym_tuning(rows):
@@ -196,9 +268,10 @@ def gym_tuning(rows):
     table = []
     for r in rows:
         best = f"{r['best_return']:.0f}" if r["best_return"] != "" else ""
-        cells = [r["method"].replace("*", "\\*"), r["env_id"], f"{r['dataset_size']:,}", r["seed"], f"`{r['flags']}`"]
-        table.append([*cells, f"{r['normalized_return']:.1f}", f"{r['eval_return_mean']:.0f}", best])
-    header = ["method", "environment", "transitions", "seed", "arguments", "normalised return", "return"]
+        data = r["dataset_id"].removeprefix("ersac/")
+        line = [r["method"].replace("*", "\\*"), data, r["seed"], f"`{r['flags']}`" if r["flags"] else ""]
+        table.append([*line, f"{r['normalized_return']:.1f}", f"{r['eval_return_mean']:.0f}", best])
+    header = ["method", "data set", "seed", "arguments", "normalised return", "return"]
     return markdown([*header, "best evaluation on the way"], table)
 
 
@@ -271,6 +344,13 @@ def tables(folder):
     if networks:
         made["gym_ensemble"] = gym(networks, ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "BC"))
         made["gym_epinet"] = gym(networks, ("Ell-Epi*", "Ell-Epi", "Ell_0.9-N", "SAC-N", "BC"))
+        made["gym_detailed"] = gym(networks, GYM, load(DOCS / "benchmark" / "paper_gym.csv"))
+        pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N")]
+        made["gym_differences"] = paired(networks, pairs)
+        made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in ("SAC-N", "Ell_0.9-N", "Ell-Epi*")])
+        made["gym_last_and_best"] = last_and_best(networks)
+        if any(r["dataset_size"] == "" for r in networks):
+            made["gym_mixed"] = mixed(networks)
     if tried := load(folder / "gym_tuning.csv"):
         made["gym_tuning"] = gym_tuning(tried)
     if timed:
