@@ -93,7 +93,7 @@ class Args:
     """updates that clone the data's actions into the actor before all else; 0 is a random start"""
     critic_warmup: int = 1000
     """updates of the critic alone, against the actor as it starts"""
-    bc_coef: float = 0.05
+    bc_coef: float = 0.3
     """weight of the cloning loss -log pi(a|s) beside the actor's own; 0 is the paper's form; the baselines have none"""
     total_updates: int = 100_000
     """updates of critic and actor"""
@@ -103,8 +103,8 @@ class Args:
     """width of the encoder's last layer and of the actor's hidden layer"""
     gamma: float = 0.99
     """discount factor in [0, 1)"""
-    n_step: int = 1
-    """rewards of the data that a target sums before it asks the critic; the paper's targets have 1"""
+    n_step: int = 10
+    """rewards of the data that a target sums before it asks the critic; 1 is the paper's form"""
     q_lr: float = 3e-4
     """Adam step size of encoder and critic"""
     policy_lr: float = 3e-4

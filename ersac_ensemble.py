@@ -81,13 +81,13 @@ class Args:
     layer_norm: bool = True
     """layer normalisation in the critics, which keeps values of unseen actions from running away"""
 
-    clone_updates: int = 3000
+    clone_updates: int = 0
     """updates that clone the data's actions into the actor before all else; 0 is the paper's random start"""
     critic_warmup: int = 1500
     """updates of the critics alone, against the cloned actor; without cloning there is no such phase"""
-    bc_coef: float = 0.3
+    bc_coef: float = 0.0
     """weight of the cloning loss -log pi(a|s) beside the actor's own; 0 is the paper's form"""
-    total_updates: int = 6000
+    total_updates: int = 20_000
     """updates of critics, actor and entropy coefficient"""
     batch_size: int = 256
     """transitions in a minibatch"""
@@ -509,7 +509,7 @@ if __name__ == "__main__":
         torch.save(state, buffer := io.BytesIO())
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
-    # before the first update the actor clones the data: the critics then evaluate a policy that the data can judge
+    # an actor that is to start as a clone of the data: the critics then evaluate a policy that the data can judge
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
     if not checkpoint:
         clone_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)

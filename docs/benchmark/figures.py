@@ -35,7 +35,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves, upsilon, epinet or learning; None makes them all"""
+    """one figure: visitation, sets, curves, upsilon, epinet, learning, soak or pong; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -239,8 +239,44 @@ def learning(args):
     fig.savefig(f"{args.out}/lunarlander_learning.png")
 
 
+def soak(args):
+    """Memory and speed of an hour's run, from soak.py."""
+    run = read("soak.csv")
+    fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 2.3))
+    left.plot(run["seconds"] / 60, run["rss_mb"], color=BLUE, lw=1.3)
+    left.set(ylim=(0, 1.2 * run["rss_mb"].max()), xlabel="minutes", title="resident memory, MB")
+    step = 10  # rows, five minutes
+    speed = (run["update"][step:] - run["update"][:-step]) / (run["cpu_seconds"][step:] - run["cpu_seconds"][:-step])
+    right.plot(run["seconds"][step:] / 60, speed, color=BLUE, lw=1.3)
+    right.set(ylim=(0, 1.2 * speed.max()), xlabel="minutes", title="updates per second of processor time")
+    fig.savefig(f"{args.out}/soak.png")
+
+
+def pong(args):
+    """Greedy return while learning from recorded Pong, from collect_atari.py."""
+    with open(ROOT / "docs" / "benchmark" / "atari_pong_curves.csv", newline="") as f:
+        rows = [row for row in csv.DictReader(f) if int(row["seed"]) >= 100 and not row["lacking"]]
+    with open(ROOT / "docs" / "benchmark" / "atari_pong.csv", newline="") as f:
+        scale = [row for row in csv.DictReader(f) if row["reference_return"]][0]
+    fig, ax = plt.subplots(figsize=(6, 3.2))
+    algos = list(dict.fromkeys(row["algo"] for row in rows))
+    for algo, seed in dict.fromkeys((row["algo"], row["seed"]) for row in rows):
+        x, y = zip(
+            *((int(r["update"]), float(r["eval/return"])) for r in rows if (r["algo"], r["seed"]) == (algo, seed))
+        )
+        colour = (BLUE, ORANGE, GREEN, PURPLE, GREY, "black", "#56B4E9")[algos.index(algo)]
+        ax.plot(x, y, "o-", ms=3, lw=1.3, color=colour, label=f"{algo}, seed {seed}")
+    low, high = float(scale["random_return"]), float(scale["reference_return"])
+    for level, name in ((low, "random play"), (high, "the recorded policy"), (21, "the most that can be had")):
+        ax.axhline(level, color=GREY, lw=0.8, ls=":")
+        ax.annotate(name, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
+    ax.set(xlabel="updates after cloning", ylabel="return, two episodes", ylim=(-23, 24))
+    ax.legend(fontsize=7)
+    fig.savefig(f"{args.out}/atari_pong.png")
+
+
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "epinet": epinet}
-FIGURES["learning"] = learning
+FIGURES |= {"learning": learning, "soak": soak, "pong": pong}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):

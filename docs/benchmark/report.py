@@ -284,6 +284,18 @@ def speed(rows):
     return markdown(["what", "N", "ms an update", "relative to box"], table)
 
 
+def soak(rows):
+    """Memory and speed of a long run, in six parts of equal length."""
+    table, edges = [], np.linspace(rows[0]["seconds"], rows[-1]["seconds"], 7)
+    for begin, end in zip(edges, edges[1:]):
+        part = [r for r in rows if begin <= r["seconds"] <= end]
+        memory, (first, *_, last) = [r["rss_mb"] for r in part], part
+        speed = (last["update"] - first["update"]) / (last["cpu_seconds"] - first["cpu_seconds"])
+        cells = [f"{begin / 60:.0f} to {end / 60:.0f}", f"{min(memory):.0f} to {max(memory):.0f}"]
+        table.append([*cells, f"{last['update']:,}", f"{speed:.0f}"])
+    return markdown(["minutes", "resident memory, MB", "updates so far", "updates per second of processor time"], table)
+
+
 def atari_runs(rows, methods, tuning):
     """Pong, recorded by the scripted policy: every run, in the order they were made; tuning is on seeds below 100."""
     table = []
@@ -353,6 +365,8 @@ def tables(folder):
             made["gym_mixed"] = mixed(networks)
     if tried := load(folder / "gym_tuning.csv"):
         made["gym_tuning"] = gym_tuning(tried)
+    if watched := load(folder / "soak.csv"):
+        made["soak"] = soak(watched)
     if timed:
         made["speed"] = speed(timed)
     methods = {"sac-n": "SAC-N", "ersac-ch-n": "ERSAC-CH-N", "ersac-ell-n": "ERSAC-Ell-N"}
@@ -385,7 +399,7 @@ if __name__ == "__main__":
     readme = Path(args.docs).parent / "README.md"
     for path in [*sorted(Path(args.docs).rglob("*.md")), *([readme] if Path(args.docs) == DOCS else [])]:
         page = path.read_text()
-        unknown = set(re.findall(r"<!-- table: ((?:tabular|gym|speed|atari)\w*) -->", page)) - set(made)
+        unknown = set(re.findall(r"<!-- table: ((?:tabular|gym|speed|soak|atari)\w*) -->", page)) - set(made)
         if unknown:
             print(f"{path.name}: no CSV for {', '.join(sorted(unknown))}; left as they are", file=sys.stderr)
         if fill(page, made) != page:
