@@ -150,6 +150,28 @@ def no_bootstrap(rows):
     return markdown(["initial tables", "MDP, 10×", "τ", *METHODS.values(), "optimum over the data's support"], table)
 
 
+def by_tau(rows):
+    """Ell_0.9-N by the behaviour policy's risk level, mean over data sizes, with the paper's numbers."""
+    paper = {"MachineReplacement": (93, 95, 94), "RiverSwim": (87, 87, 84)}
+    table = []
+    for env, theirs in paper.items():
+        columns = [per_seed(rows, "normalized_return", env_id=env, expectile_tau=t, method="Ell_0.9-N") for t in TAUS]
+        table.append([env, *(f"{interval(x)} ({n})" for x, n in zip(columns, theirs))])
+    return markdown(["MDP", *(f"τ = {t}" for t in TAUS)], table)
+
+
+def runtime(rows):
+    """The paper's runtimes (s an epoch, LunarLander) and ours (ms an update), both relative to SAC-N."""
+    paper = {"SAC-N": 0.35, "CH-N": 0.42, "Ell_0.9-N": 0.56, "Ell-Epi": 0.60, "Ell-Epi*": 0.10}
+    names = ("ensemble.py box", "ensemble.py hull", "ensemble.py ellipsoid", "epinet.py ell-epi, N indices")
+    at = {(r["contender"].removeprefix("ersac_"), r["num_critics"]): r["ms_per_update"] for r in rows}
+    table = []
+    for (method, seconds), name in zip(paper.items(), (*names, "epinet.py ell-epi-star")):
+        ours = [at.get((name, N), at.get((name, 1))) / at["ensemble.py box", N] for N in (100, 10)]
+        table.append([method.replace("*", "\\*"), *(f"{x:.2f}" for x in (seconds / paper["SAC-N"], *ours))])
+    return markdown(["method", "the paper", "ours, N = 100", "ours, N = 10"], table)
+
+
 def rates(rows):
     """How often the set keeps its promise at 10x: states with a valid lower bound, states with the truth inside."""
     table = []
@@ -275,6 +297,17 @@ def gym_tuning(rows):
     return markdown([*header, "best evaluation on the way"], table)
 
 
+def charges(rows):
+    """What each set takes off a value, for Gaussian critics."""
+    names = {"box": "box", "hull": "hull", "ellipsoid_1.0": "ellipsoid, υ = 1"}
+    names |= {f"ellipsoid_{u}": f"ellipsoid, υ = {u}" for u in (0.9, 0.5)}
+    table = []
+    for r in rows:
+        label = [r["num_actions"], r["policy"], r["correlation"], r["num_critics"]]
+        table.append([*label, *(f"{r[name]:.1f}" for name in names)])
+    return markdown(["actions", "policy", "ρ", "N", *names.values()], table)
+
+
 def speed(rows):
     """Milliseconds an update, and how that compares with SAC-N (box) at the same N; the Epinet's with N = 100."""
     table = []
@@ -346,6 +379,7 @@ def tables(folder):
         made["tabular_detailed"] = paper_grid(paper, theirs, taus=True)
         made["tabular_differences"] = differences(paper)
         made["tabular_evaluations"] = by_evaluation(paper)
+        made["tabular_by_tau"] = by_tau(paper)
     if same:
         made["tabular_no_bootstrap"] = no_bootstrap(same)
     if paper and smaller:
@@ -365,10 +399,12 @@ def tables(folder):
             made["gym_mixed"] = mixed(networks)
     if tried := load(folder / "gym_tuning.csv"):
         made["gym_tuning"] = gym_tuning(tried)
+    if charged := load(folder / "charges.csv"):
+        made["sets_charges"] = charges(charged)
     if watched := load(folder / "soak.csv"):
         made["soak"] = soak(watched)
     if timed:
-        made["speed"] = speed(timed)
+        made["speed"], made["speed_paper"] = speed(timed), runtime(timed)
     methods = {"sac-n": "SAC-N", "ersac-ch-n": "ERSAC-CH-N", "ersac-ell-n": "ERSAC-Ell-N"}
     methods |= {"ersac-ell-epi-star": "ERSAC-Ell-Epi*", "cql": "CQL", "iql": "IQL", "brac-bcq": "BRAC-BCQ"}
     pong, atari_timed = load(folder / "atari_pong.csv"), load(folder / "speed_atari.csv")
@@ -399,7 +435,7 @@ if __name__ == "__main__":
     readme = Path(args.docs).parent / "README.md"
     for path in [*sorted(Path(args.docs).rglob("*.md")), *([readme] if Path(args.docs) == DOCS else [])]:
         page = path.read_text()
-        unknown = set(re.findall(r"<!-- table: ((?:tabular|gym|speed|soak|atari)\w*) -->", page)) - set(made)
+        unknown = set(re.findall(r"<!-- table: ((?:tabular|gym|sets|speed|soak|atari)\w*) -->", page)) - set(made)
         if unknown:
             print(f"{path.name}: no CSV for {', '.join(sorted(unknown))}; left as they are", file=sys.stderr)
         if fill(page, made) != page:
