@@ -292,13 +292,13 @@ def epinet_loss(mu, sigma_bar, action, target, c, noise_scale):
 # ===== The uncertainty set: q holds N sampled action values per state, [N, B, A]; pi is the policy, [B, A]
 def worst_case_box(q, pi):
     """Box set: every action at its lowest sample, whatever the policy. With it, ERSAC is SAC-N (Proposition 3.1)."""
-    return q.amin(0)
+    return q.amin(0)  # [B, A]
 
 
 def worst_case_hull(q, pi):
     """Convex hull: a linear function is lowest at a vertex, so q* is the sample with the lowest <pi, q_i>."""
     worst = torch.einsum("nba,ba->nb", q, pi).argmin(0)  # [B]
-    return q[worst, torch.arange(q.shape[1], device=q.device)]
+    return q[worst, torch.arange(q.shape[1], device=q.device)]  # [B, A]
 
 
 def center(q):
@@ -317,7 +317,7 @@ def mahalanobis(x, d):
     ridge = 1e-12 * trace + torch.finfo(d.dtype).tiny  # a direction without spread counts for nothing
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
-    return (whiten @ x).square().sum(1)
+    return (whiten @ x).square().sum(1)  # [B, M]
 
 
 def ellipsoid_radius(d, upsilon):
@@ -334,7 +334,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     norm = v.square().mean(-1).sqrt()  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
     sigma_pi = (d @ v.mT)[..., 0] / q.shape[0]  # [B, A]
     shift = ellipsoid_radius(d, upsilon)[:, None] * sigma_pi / norm.clamp(min=torch.finfo(d.dtype).tiny)
-    return (mu - shift).to(q.dtype)
+    return (mu - shift).to(q.dtype)  # [B, A]
 
 
 def worst_case_gaussian(mu, sigma_bar, pi, radius):

@@ -29,9 +29,10 @@ ASSIGNED = {
 
 
 def definitions(source):
-    """Source of every top-level function and class, by name. Args is each script's own."""
+    """Whole lines of every top-level function and class, by name, comments included. Args is each script's own."""
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: ast.get_source_segment(source, node) for node in nodes if node.name != "Args"}
+    lines = source.splitlines()
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes if node.name != "Args"}
 
 
 def drifted(scripts):
