@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import tyro
+from matplotlib.animation import FuncAnimation, PillowWriter
 from scipy.spatial import ConvexHull
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves, upsilon, epinet, learning, soak or pong; None makes them all"""
+    """one figure: visitation, sets, curves, upsilon, epinet, idea, learning, soak or pong; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -79,8 +80,8 @@ def visitation(args):
     fig.savefig(f"{args.out}/tabular_visitation.png")
 
 
-def draw_sets(ax, q, upsilon=0.9, sweep=21):
-    """Critics' points q [N, 2] of one state, the three sets, and q* of each as pi goes from action 0 to action 1."""
+def draw_outlines(ax, q, upsilon=0.9):
+    """Critics' points q [N, 2] of one state and the three sets around them."""
     points = q.numpy()
     ax.scatter(*points.T, s=5, color=GREY, label="critics", zorder=1)
     low, high = points.min(0), points.max(0)
@@ -92,12 +93,52 @@ def draw_sets(ax, q, upsilon=0.9, sweep=21):
     factor = torch.linalg.cholesky(d[0] @ d[0].T / len(q))
     ring = mu + ellipsoid_radius(d, upsilon) * torch.stack([angle.cos(), angle.sin()], -1) @ factor.T
     ax.plot(*ring.T, color=ORANGE, lw=1.2)
+
+
+def worst_cases(q, upsilon=0.9, sweep=21):
+    """pi from action 0 to action 1, [sweep, 2], and q* of each set, [sweep, 2]."""
     p = torch.linspace(0.001, 0.999, sweep, dtype=q.dtype)
     pi = torch.stack([1 - p, p], -1)  # [sweep, 2]
     many = q[:, None].expand(-1, sweep, -1)
     worst = {"box": worst_case_box(many, pi), "hull": worst_case_hull(many, pi)}
     worst["ellipsoid"] = worst_case_ellipsoid(many, pi, upsilon)
-    for kind, q_star in worst.items():
+    return pi, worst
+
+
+def idea(args):
+    """The method in one moving picture: as the policy goes from one action to the other, so does the worst case."""
+    torch.manual_seed(3)
+    q = torch.randn(40, 2).double() @ torch.tensor([[1.0, 0.5], [0.0, 0.8]]).double() + torch.tensor([0.3, 0.0])
+    frames = 30
+    pi, worst = worst_cases(q, sweep=frames)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.4), dpi=150)
+    draw_outlines(left, q)
+    left.set(xlabel="Q(s, a₁)", ylabel="Q(s, a₂)", title="critics, sets and the worst case q*", aspect="equal")
+    value = {kind: (pi * q_star).sum(-1) for kind, q_star in worst.items()}
+    for kind, (colour, label) in SETS.items():
+        right.plot(pi[:, 1], value[kind], color=colour, lw=1.2, label=label)
+    right.plot(pi[:, 1], (pi * q.mean(0)).sum(-1), color=GREY, lw=1, ls=":", label="mean critic")
+    right.set(xlabel="π(a₂∣s)", title="value that the method counts on, ⟨π, q*⟩")
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.62))
+    crosses = {kind: left.plot([], [], "x", color=SETS[kind][0], ms=10, mew=2.5, zorder=4)[0] for kind in SETS}
+    dots = {kind: right.plot([], [], "o", color=SETS[kind][0], ms=6)[0] for kind in SETS}
+
+    def frame(i):
+        for kind in SETS:
+            crosses[kind].set_data(*worst[kind][i, :, None])
+            dots[kind].set_data([pi[i, 1]], [value[kind][i]])
+
+    there_and_back = [*range(frames), *range(frames - 2, 0, -1)]
+    animation = FuncAnimation(fig, frame, there_and_back)
+    animation.save(f"{args.out}/idea.gif", PillowWriter(fps=12))
+    frame(frames // 3)
+    fig.savefig(f"{args.out}/idea.png")
+
+
+def draw_sets(ax, q):
+    """Outlines, and q* of each set as pi goes from action 0 to action 1."""
+    draw_outlines(ax, q)
+    for kind, q_star in worst_cases(q)[1].items():
         ax.plot(*q_star.T, "x", color=SETS[kind][0], ms=6, mew=1.6, zorder=3, label=f"{SETS[kind][1]}: q*")
 
 
@@ -276,7 +317,7 @@ def pong(args):
 
 
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "epinet": epinet}
-FIGURES |= {"learning": learning, "soak": soak, "pong": pong}
+FIGURES |= {"idea": idea, "learning": learning, "soak": soak, "pong": pong}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):

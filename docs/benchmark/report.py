@@ -204,8 +204,10 @@ GYM = ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "Ell-Epi", "Ell-Epi*", "BC
 
 
 def default_rows(rows):
-    """Rows with default settings on our own data sets, and their (environment, size, tau) in order."""
-    rows = [r for r in rows if r["flags"] == "" and r["dataset_size"] != ""]
+    """Rows with default settings on our own data sets, and their (environment, size, tau) in order. On CartPole a
+    quarter of the ensemble's updates is enough."""
+    usual = {"CartPole-v1": ("", "--total-updates 5000")}
+    rows = [r for r in rows if r["flags"] in usual.get(r["env_id"], ("",)) and r["dataset_size"] != ""]
     return rows, sorted({(r["env_id"], r["dataset_size"], r["expectile_tau"]) for r in rows})
 
 
