@@ -412,21 +412,14 @@ if __name__ == "__main__":
     for names, ok, rule in (
         ("dataset_size num_critics total_updates batch_size hidden_dim", lambda x: x >= 1, "at least 1"),
         ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
-        (
-            "seed alpha edac_eta prior_scale clone_updates critic_warmup bc_coef",
-            lambda x: 0 <= x < math.inf,
-            "finite and at least 0",
-        ),
+        ("seed clone_updates critic_warmup", lambda x: x >= 0, "at least 0"),
+        ("alpha edac_eta prior_scale bc_coef", lambda x: 0 <= x < math.inf, "finite and at least 0"),
         ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("return_scale", lambda x: x is None or 0 < x < math.inf, "finite and above 0, or None"),
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
         ("expectile_tau", lambda x: 0 < x < 1, "above 0 and below 1; 0.5 is risk-neutral"),
         ("gamma", lambda x: 0 <= x < 1, "at least 0 and below 1"),
-        (
-            "edac_eta",
-            lambda x: x == 0 or args.uncertainty_set == "box",
-            "0 unless --uncertainty-set box: EDAC is SAC-N",
-        ),
+        ("edac_eta", lambda x: x == 0 or args.uncertainty_set == "box", "0 without --uncertainty-set box"),
         ("target_entropy", lambda x: 0 < x < 1, "above 0 and below 1, a share of log |A|"),
         ("alpha", lambda x: x > 0 or not args.autotune, "above 0 with --autotune"),
         ("env_id", lambda x: args.dataset_id or x in gym.registry, "an environment that Gymnasium knows"),
@@ -495,17 +488,12 @@ if __name__ == "__main__":
     env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
 
     def save_checkpoint(update):
-        state = {
-            "script": "ersac_ensemble.py",
-            "args": asdict(replace(args, resume=None)),
-            "update": update,
-            "rows": rows,
-        }
+        state = {"script": "ersac_ensemble.py", "run_name": run_name, "update": update, "rows": rows}
+        state |= {"args": asdict(replace(args, resume=None)), "seconds": time.time() - started}
         state |= {"critic": critic.state_dict(), "target": target.state_dict(), "actor": actor.state_dict()}
         state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
         state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state()}
         state |= {"obs_mean": obs_mean, "obs_std": obs_std, "reward_scale": reward_scale}
-        state |= {"run_name": run_name, "seconds": time.time() - started}
         torch.save(state, buffer := io.BytesIO())
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
@@ -513,9 +501,7 @@ if __name__ == "__main__":
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
     if not checkpoint:
         clone_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
-        for _ in tqdm(
-            range(args.clone_updates), "cloning", unit="update", mininterval=1, disable=not args.clone_updates
-        ):
+        for _ in tqdm(range(args.clone_updates), "cloning", mininterval=1, disable=args.clone_updates == 0):
             index = torch.randint(size, (args.batch_size,), generator=generator).to(device)
             clone_loss = F.cross_entropy(actor(data[0][index]), data[1][index])
             clone_optimizer.zero_grad()

@@ -423,16 +423,8 @@ if __name__ == "__main__":
         ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("return_scale", lambda x: x is None or 0 < x < math.inf, "finite and above 0, or None"),
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        (
-            "upsilon",
-            lambda x: x < 1 or not star,
-            "below 1 with ell-epi-star: a Gaussian is only covered by an infinite set",
-        ),
-        (
-            "head",
-            lambda x: x == "linear" or not star,
-            "linear with ell-epi-star: the closed form needs a head linear in z",
-        ),
+        ("upsilon", lambda x: x < 1 or not star, "below 1 with ell-epi-star, or the set is infinite"),
+        ("head", lambda x: x == "linear" or not star, "linear in z with ell-epi-star, for its closed form"),
         ("expectile_tau", lambda x: 0 < x < 1, "above 0 and below 1; 0.5 is risk-neutral"),
         ("gamma", lambda x: 0 <= x < 1, "at least 0 and below 1"),
         ("target_entropy", lambda x: 0 < x < 1, "above 0 and below 1, a share of log |A|"),
@@ -504,17 +496,12 @@ if __name__ == "__main__":
     env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
 
     def save_checkpoint(update):
-        state = {
-            "script": "ersac_epinet.py",
-            "args": asdict(replace(args, resume=None)),
-            "update": update,
-            "rows": rows,
-        }
+        state = {"script": "ersac_epinet.py", "run_name": run_name, "update": update, "rows": rows}
+        state |= {"args": asdict(replace(args, resume=None)), "seconds": time.time() - started}
         state |= {"critic": critic.state_dict(), "target": target.state_dict(), "actor": actor.state_dict()}
         state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
         state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state()}
         state |= {"obs_mean": obs_mean, "obs_std": obs_std, "reward_scale": reward_scale}
-        state |= {"run_name": run_name, "seconds": time.time() - started}
         torch.save(state, buffer := io.BytesIO())
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
