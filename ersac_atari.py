@@ -120,6 +120,8 @@ class Args:
     """updates between two rows of metrics.csv, each with an evaluation"""
     eval_episodes: int = 100
     """episodes of the final evaluation; a tenth of them in between"""
+    eval_epsilon: float = 0.0
+    """probability of a random action in evaluation; 0.01 makes episodes differ where no-ops do not, as in Pong"""
     checkpoint_interval: int = 5000
     """updates between two checkpoints"""
     resume: str | None = None
@@ -387,16 +389,19 @@ def brac_kl(pi, log_pi, log_b):
 
 # ===== Evaluation, logging, checkpoints
 @torch.no_grad()
-def play(policy, envs, episodes, seed, device):
-    """Undiscounted, unclipped returns of the greedy policy, after 0 to 30 no-ops, len(envs) side by side. [episodes]"""
+def play(policy, envs, episodes, seed, device, epsilon=0.0):
+    """Undiscounted, unclipped returns of the greedy policy, after 0 to 30 no-ops, len(envs) side by side; a random
+    action with probability epsilon, where no-ops alone do not make the episodes differ. [episodes]"""
     returns = np.zeros(episodes)
     for start in range(0, episodes, len(envs)):
         now = {start + i: env for i, env in enumerate(envs) if start + i < episodes}  # episodes that go on
         obs = {e: env.reset(seed=seed + e)[0] for e, env in now.items()}
-        wait = {e: np.random.default_rng(seed + e).integers(31) for e in now}
+        rng = {e: np.random.default_rng(seed + e) for e in now}
+        wait = {e: rng[e].integers(31) for e in now}
         while now:
             greedy = policy(torch.as_tensor(np.stack([obs[e] for e in now]), device=device))[0].argmax(-1).tolist()
             for (e, env), action in zip(list(now.items()), greedy):
+                action = rng[e].integers(env.action_space.n) if rng[e].random() < epsilon else action
                 obs[e], reward, terminated, truncated, _ = env.step(action if wait[e] <= 0 else 0)
                 returns[e], wait[e] = returns[e] + reward, wait[e] - 1
                 if terminated or truncated:
@@ -497,6 +502,7 @@ if __name__ == "__main__":
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
         ("upsilon", lambda x: x < 1 or not star, "below 1 here: a Gaussian is only covered by an infinite set"),
         ("iql_expectile", lambda x: 0 < x < 1, "above 0 and below 1; 0.5 is the mean"),
+        ("eval_epsilon", lambda x: 0 <= x <= 1, "at least 0 and at most 1"),
         ("gamma bcq_threshold", lambda x: 0 <= x < 1, "at least 0 and below 1"),
         ("env_id", lambda x: args.dataset_id or x in GAMES, f"one of {', '.join(GAMES)}, or give a --dataset-id"),
         ("eval_only", lambda x: args.resume or not x, "used with --resume RUN_FOLDER"),
@@ -663,7 +669,8 @@ if __name__ == "__main__":
                 row |= {"charts/std_data_actions": std[taken].mean(), "charts/std_other_actions": std[~taken].mean()}
             rows.append({"update": update} | {name: value.item() for name, value in row.items()})
             rows[-1]["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
-            scores = play(log_policy, envs, max(args.eval_episodes // 10, 1), 10**6 * (args.seed + 1), device)
+            episodes, first_seed = max(args.eval_episodes // 10, 1), 10**6 * (args.seed + 1)
+            scores = play(log_policy, envs, episodes, first_seed, device, args.eval_epsilon)
             rows[-1] |= {"eval/return": scores.mean().item(), "eval/distinct_returns": len(np.unique(scores))}
             append_rows(folder, rows[-1:])
             tick, tick_update = time.time(), update
@@ -682,7 +689,8 @@ if __name__ == "__main__":
     # final evaluation of the last policy on fresh episodes
     if args.capture_video and not args.eval_only:
         envs[0] = make_atari_env(dataset, os.path.join(folder, "video"))
-    scores = play(log_policy, envs, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, device)
+    first_seed = 10**6 * (args.seed + 1) + 10**5
+    scores = play(log_policy, envs, args.eval_episodes, first_seed, device, args.eval_epsilon)
     envs[0].close()
     with torch.no_grad():
         log_pi, _ = log_policy(stack(frames, frame[:: size // 1000 + 1], first[:: size // 1000 + 1]).to(device))

@@ -437,6 +437,10 @@ def test_evaluation_is_greedy_after_seeded_no_ops_and_the_same_side_by_side():
     assert env.seeds == list(range(5, 205)) and np.array_equal(returns, play(policy, many, 200, 5, "cpu"))
     assert sorted(seed for one in many for seed in one.seeds) == list(range(5, 205))
     assert set(returns) <= set(range(31)) and len(np.unique(returns)) > 25 and returns.min() == 0
+    # random actions with probability epsilon: a third of them is one more no-op, seeded and the same side by side
+    noisy = play(policy, [env], 200, 5, "cpu", epsilon=0.6)
+    assert np.array_equal(noisy, play(policy, many, 200, 5, "cpu", epsilon=0.6)) and (noisy >= returns).all()
+    assert abs((noisy > returns).mean() - 0.2) < 5 * (0.2 * 0.8 / 200) ** 0.5
 
 
 # ----- the script
@@ -535,6 +539,7 @@ BAD = [
     ("--batch-size 0", "batch-size"),
     ("--cql-weight -1", "cql-weight"),
     ("--iql-expectile 1", "iql-expectile"),
+    ("--eval-epsilon 1.5", "eval-epsilon"),
     ("--bcq-threshold 1", "bcq-threshold"),
     ("--brac-weight inf", "brac-weight"),
     ("--eval-only", "resume"),
