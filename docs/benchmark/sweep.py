@@ -97,8 +97,9 @@ if __name__ == "__main__":
     path, rows, text = Path(args.out), [], ""
     if path.exists():
         text = path.read_text()
-        rows = [row for row in csv.DictReader(text.splitlines()) if row["seconds"]]
-    if not text.endswith("\n") or text.splitlines()[0] != ",".join(COLUMNS):  # a new or an old file, or half a line
+        rows = list(csv.DictReader(text.splitlines()))
+        rows = rows if text.endswith("\n") else rows[:-1]  # a kill has left half a line
+    if not text.endswith("\n") or text.splitlines()[0] != ",".join(COLUMNS):  # new, cut or older
         with open(f"{path}.tmp", "w", newline="") as f:
             writer = csv.DictWriter(f, COLUMNS)
             writer.writeheader()
