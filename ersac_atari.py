@@ -483,7 +483,8 @@ def start_tracking(args, run_name, group):
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, id=run_name)
             return wandb.init(**names, group=group, config=asdict(args), resume="allow", reinit="create_new")
         except Exception as error:
-            print(f"W&B is not available ({str(error).strip()[:200]}); the run goes on without it.", file=sys.stderr)
+            why = " ".join(str(error).split())[:200]
+            print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -256,6 +256,17 @@ def test_wandb_that_fails_never_stops_a_run(script, run, games, monkeypatch):  #
 
 
 @pytest.mark.slow
+def test_wandb_without_a_login_never_stops_a_run(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "ersac_tabular.py"), "--track", "--total-updates", "5", "--num-critics", "5"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "No API key" in done.stderr and "goes on without it" in done.stderr, done.stderr
+    assert len(list(tmp_path.glob("runs/*/result.json"))) == 1
+
+
+@pytest.mark.slow
 def test_wandb_offline_from_start_to_resumed_end(datasets, tmp_path):
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "ersac_epinet.py")]
