@@ -61,8 +61,10 @@ def per_seed(rows, column, **where):
 
 
 def interval(x, digits=0):
-    """mean ± half width of the 90 % interval of the mean"""
-    half = stats.t.ppf(0.95, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else float("nan")
+    """mean ± half width of the 90 % interval of the mean; of a single seed just its number"""
+    if len(x) == 1:
+        return f"{x[0]:.{digits}f}"
+    half = stats.t.ppf(0.95, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
     return f"{x.mean():.{digits}f} ± {half:.{digits}f}"
 
 
@@ -287,6 +289,17 @@ def mixed(rows):
     return markdown(["data set", "arguments", *(m.replace("*", "\\*") for m in methods), "seeds"], table)
 
 
+def front(rows):
+    """The README's few lines: near-expert data and data of mixed quality, LunarLander, 100,000 transitions."""
+    methods = ("BC", "SAC-N", "Ell_0.9-N", "Ell-Epi*")
+    table = []
+    for name, label in (("tau50", "near-expert"), ("tau50-early50", "half near-expert, half early")):
+        where = {"dataset_id": f"ersac/lunarlander/{name}-100k-v0", "flags": ""}
+        columns = [per_seed(rows, "normalized_return", method=m, **where) for m in methods]
+        table.append([label, *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
+    return markdown(["data", *(m.replace("*", "\\*") for m in methods)], table)
+
+
 def gym_tuning(rows):
     """Every setting tried before the defaults were fixed, as it was run."""
     table = []
@@ -398,7 +411,7 @@ def tables(folder):
         made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in ("SAC-N", "Ell_0.9-N", "Ell-Epi*")])
         made["gym_last_and_best"] = last_and_best(networks)
         if any(r["dataset_size"] == "" for r in networks):
-            made["gym_mixed"] = mixed(networks)
+            made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
     if tried := load(folder / "gym_tuning.csv"):
         made["gym_tuning"] = gym_tuning(tried)
     if charged := load(folder / "charges.csv"):
