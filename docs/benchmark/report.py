@@ -332,9 +332,9 @@ def speed(rows):
     return markdown(["what", "N", "ms an update", "relative to box"], table)
 
 
-def soak(rows):
-    """Memory and speed of a long run, in six parts of equal length."""
-    table, edges = [], np.linspace(rows[0]["seconds"], rows[-1]["seconds"], 7)
+def soak(rows, parts):
+    """Memory and speed of a long run, in parts of equal length."""
+    table, edges = [], np.linspace(rows[0]["seconds"], rows[-1]["seconds"], parts + 1)
     for begin, end in zip(edges, edges[1:]):
         part = [r for r in rows if begin <= r["seconds"] <= end]
         memory, (first, *_, last) = [r["rss_mb"] for r in part], part
@@ -417,7 +417,9 @@ def tables(folder):
     if charged := load(folder / "charges.csv"):
         made["sets_charges"] = charges(charged)
     if watched := load(folder / "soak.csv"):
-        made["soak"] = soak(watched)
+        made["soak"] = soak(watched, 6)
+    if watched := load(folder / "soak_ensemble.csv"):
+        made["soak_ensemble"] = soak(watched, 3)
     if timed:
         made["speed"], made["speed_paper"] = speed(timed), runtime(timed)
     methods = {"sac-n": "SAC-N", "ersac-ch-n": "ERSAC-CH-N", "ersac-ell-n": "ERSAC-Ell-N"}
