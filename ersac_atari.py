@@ -571,7 +571,7 @@ if __name__ == "__main__":
 
     def save_checkpoint(update):
         state = {"script": "ersac_atari.py", "run_name": run_name, "data": data, "update": update, "rows": rows}
-        state |= {"args": asdict(replace(args, resume=None))}
+        state |= {"args": asdict(replace(args, resume=None)), "cloned": cloned}
         state |= {"critic": critic.state_dict(), "target": target.state_dict(), "actor": actor.state_dict()}
         state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
         state |= {"generator": generator.get_state(), "seconds": time.time() - started}
@@ -579,7 +579,12 @@ if __name__ == "__main__":
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
-    if not checkpoint:  # clone the data into the actor first: the critic then judges a policy that the data know
+    cloned = checkpoint.get("cloned", True) if checkpoint else args.clone_updates == 0
+    if not checkpoint:
+        save_checkpoint(0)
+    stop = []
+    signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
+    if not (cloned or args.eval_only):  # clone the data: the critic then judges a policy that the data know
         for step in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * (1 - step / args.clone_updates)
             index = torch.randint(size, (args.batch_size,), generator=generator)
@@ -587,10 +592,11 @@ if __name__ == "__main__":
             policy_optimizer.zero_grad()
             F.cross_entropy(logits, action[index].to(device)).backward()
             policy_optimizer.step()
-        policy_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
+            if stop:  # a resumed run clones from the beginning
+                sys.exit(print(f"Stopped. To go on:\npython ersac_atari.py --resume {folder}") or 130)
+        policy_optimizer, cloned = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True), True
         save_checkpoint(0)
-    stop, tick, tick_update = [], time.time(), start_update
-    signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
+    tick, tick_update = time.time(), start_update
     updates = range(start_update + 1, 0 if args.eval_only else args.total_updates + 1)
     bar = tqdm(updates, initial=start_update, total=args.total_updates, desc=method, unit="update", mininterval=1)
     for update in bar:

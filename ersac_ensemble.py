@@ -493,24 +493,30 @@ if __name__ == "__main__":
         state |= {"args": asdict(replace(args, resume=None)), "seconds": time.time() - started}
         state |= {"critic": critic.state_dict(), "target": target.state_dict(), "actor": actor.state_dict()}
         state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
-        state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state()}
+        state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state(), "cloned": cloned}
         state |= {"obs_mean": obs_mean, "obs_std": obs_std, "reward_scale": reward_scale}
         torch.save(state, buffer := io.BytesIO())
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
-    # an actor that is to start as a clone of the data: the critics then evaluate a policy that the data can judge
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
+    cloned = checkpoint.get("cloned", True) if checkpoint else args.clone_updates == 0
     if not checkpoint:
+        save_checkpoint(0)
+    stop = []
+    signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
+    if not (cloned or args.eval_only):  # clone the data: the critics then judge a policy that the data know
         clone_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
-        for _ in tqdm(range(args.clone_updates), "cloning", mininterval=1, disable=args.clone_updates == 0):
+        for _ in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
             index = torch.randint(size, (args.batch_size,), generator=generator).to(device)
             clone_loss = F.cross_entropy(actor(data[0][index]), data[1][index])
             clone_optimizer.zero_grad()
             clone_loss.backward()
             clone_optimizer.step()
+            if stop:  # a resumed run clones from the beginning
+                sys.exit(print(f"Stopped. To go on:\npython ersac_ensemble.py --resume {folder}") or 130)
+        cloned = True
         save_checkpoint(0)
-    stop, tick, tick_update = [], time.time(), start_update
-    signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
+    tick, tick_update = time.time(), start_update
     updates = range(start_update + 1, 0 if args.eval_only else args.total_updates + 1)
     bar = tqdm(updates, initial=start_update, total=args.total_updates, desc=method, unit="update", mininterval=1)
     for update in bar:

@@ -6,6 +6,7 @@ import pickle
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -92,6 +93,25 @@ def test_finished_run_can_be_resumed_and_stays_as_it_is(script, run, load, games
     again = load(folder)
     assert same(first.result, again.result) and first.metrics == again.metrics
     assert same(first.checkpoint, again.checkpoint) and again.result["updates_per_second"] > 0
+
+
+@pytest.mark.parametrize("script", ["ersac_ensemble", "ersac_atari"])
+def test_stopped_while_cloning_resumes_to_the_same_bits(script, run, load, games, monkeypatch):  # noqa: F811
+    whole = load(run(script, *SMALL[script], *SHORT, "--exp-name", "whole").folders[0])
+    cross_entropy, calls = torch.nn.functional.cross_entropy, []
+
+    def interrupted(*arguments):
+        calls.append(signal.raise_signal(signal.SIGINT))
+        return cross_entropy(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "cross_entropy", interrupted)
+        part = run(script, *SMALL[script], *SHORT, "--exp-name", "part")
+    assert part.code == 130 and "--resume" in part.out and len(calls) == 1
+    (folder,) = part.folders
+    assert run(script, "--resume", folder).code == 0
+    got = load(folder)
+    assert got.metrics == whole.metrics and same(got.result, whole.result) and same(got.checkpoint, whole.checkpoint)
 
 
 # ----- memory
