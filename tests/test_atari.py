@@ -501,7 +501,8 @@ def test_cloning_moves_the_actor_alone_and_warmup_spares_it(run, games, monkeypa
     for clone in (0, 3):
         assert run("ersac_atari", *flags, "--clone-updates", clone, "--exp-name", f"clone{clone}").code == 0
     same = lambda x, y, part: all(torch.equal(v, y[part][k]) for k, v in x[part].items())  # noqa: E731
-    random, _, _, cloned, warm, last = states  # updates 0, 1 (critic alone) and 2 of both runs
+    random, _, _, start, cloned, warm, last = states  # updates 0, 1 (critic alone) and 2 of both runs
+    assert same(random, start, "actor") and not start["cloned"] and cloned["cloned"]
     assert same(random, cloned, "critic") and not same(random, cloned, "actor")
     assert same(cloned, warm, "actor") and not same(cloned, warm, "critic") and not same(warm, last, "actor")
     assert cloned["policy_optimizer"]["state"] == {}  # a fresh optimiser
