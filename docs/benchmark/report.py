@@ -364,7 +364,7 @@ def atari_runs(rows, methods, tuning):
 def atari_curves(rows, methods):
     """Greedy return during the reported runs, two episodes a cell, so that the last column is not the result."""
     runs = {(r["algo"], r["seed"]): [] for r in rows if r["seed"] >= 100 and not r["lacking"]}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["update"]):
         if (row["algo"], row["seed"]) in runs:
             runs[row["algo"], row["seed"]].append(f"{row['update']}: {row['eval/return']:.1f}")
     return markdown(["method", "seed", "update: return"], [[methods[a], s, ", ".join(x)] for (a, s), x in runs.items()])
