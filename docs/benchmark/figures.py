@@ -302,9 +302,8 @@ def pong(args):
     fig, ax = plt.subplots(figsize=(6, 3.2))
     algos = list(dict.fromkeys(row["algo"] for row in rows))
     for algo, seed in dict.fromkeys((row["algo"], row["seed"]) for row in rows):
-        x, y = zip(
-            *((int(r["update"]), float(r["eval/return"])) for r in rows if (r["algo"], r["seed"]) == (algo, seed))
-        )
+        run = [row for row in rows if (row["algo"], row["seed"]) == (algo, seed)]
+        x, y = zip(*sorted((int(row["update"]), float(row["eval/return"])) for row in run))
         colour = (BLUE, ORANGE, GREEN, PURPLE, GREY, "black", "#56B4E9")[algos.index(algo)]
         ax.plot(x, y, "o-", ms=3, lw=1.3, color=colour, label=f"{algo}, seed {seed}")
     low, high = float(scale["random_return"]), float(scale["reference_return"])
