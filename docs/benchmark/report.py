@@ -254,6 +254,20 @@ def cell(row):
     return row["env_id"], row["dataset_size"], row["expectile_tau"]
 
 
+def training_entropy(rows):
+    """Policy entropy in nats, mean over the evaluations of a run, by method; the same alpha for all."""
+    rows, keys = default_rows([r for r in rows if r.get("training_entropy") not in ("", None)])
+    methods = [m for m in GYM if any(r["method"] == m for r in rows)]
+    table = []
+    for key in keys:
+        where = dict(zip(("env_id", "dataset_size", "expectile_tau"), key))
+        columns = [per_seed(rows, "training_entropy", method=m, **where) for m in methods]
+        table.append(
+            [key[0], f"{key[1]:,}", key[2], *(f"{interval(x, 2)} ({len(x)})" if len(x) else "" for x in columns)]
+        )
+    return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)], table)
+
+
 def last_and_best(rows):
     """The last policy beside the best evaluation on the way, which nobody could have chosen offline."""
     rows, keys = default_rows(rows)
@@ -409,7 +423,7 @@ def tables(folder):
         pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N")]
         made["gym_differences"] = paired(networks, pairs)
         made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in ("SAC-N", "Ell_0.9-N", "Ell-Epi*")])
-        made["gym_last_and_best"] = last_and_best(networks)
+        made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
         if any(r["dataset_size"] == "" for r in networks):
             made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
     if tried := load(folder / "gym_tuning.csv"):
