@@ -593,7 +593,8 @@ if __name__ == "__main__":
             F.cross_entropy(logits, action[index].to(device)).backward()
             policy_optimizer.step()
             if stop:  # a resumed run clones from the beginning
-                sys.exit(print(f"Stopped. To go on:\npython ersac_atari.py --resume {folder}") or 130)
+                print(f"Stopped. To go on:\npython ersac_atari.py --resume {folder}")
+                sys.exit(130)
         policy_optimizer, cloned = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True), True
         save_checkpoint(0)
     tick, tick_update = time.time(), start_update

@@ -513,7 +513,8 @@ if __name__ == "__main__":
             clone_loss.backward()
             clone_optimizer.step()
             if stop:  # a resumed run clones from the beginning
-                sys.exit(print(f"Stopped. To go on:\npython ersac_ensemble.py --resume {folder}") or 130)
+                print(f"Stopped. To go on:\npython ersac_ensemble.py --resume {folder}")
+                sys.exit(130)
         cloned = True
         save_checkpoint(0)
     tick, tick_update = time.time(), start_update

@@ -241,6 +241,7 @@ def test_damaged_and_changed_data_sets(script, run, games, tmp_path, monkeypatch
         f["episode_0/observations"][0] = 7
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     one_line(run(script, "--resume", folder), "has changed")
+    assert not list(tmp_path.glob("runs/*damaged*"))  # nothing was begun on damaged data
 
 
 # ----- losses
