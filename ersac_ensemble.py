@@ -81,12 +81,6 @@ class Args:
     layer_norm: bool = True
     """layer normalisation in the critics, which keeps values of unseen actions from running away"""
 
-    clone_updates: int = 0
-    """updates that clone the data's actions into the actor before all else; 0 is the paper's random start"""
-    critic_warmup: int = 1500
-    """updates of the critics alone, against the cloned actor; without cloning there is no such phase"""
-    bc_coef: float = 0.0
-    """weight of the cloning loss -log pi(a|s) beside the actor's own; 0 is the paper's form"""
     total_updates: int = 20_000
     """updates of critics, actor and entropy coefficient"""
     batch_size: int = 256
@@ -109,6 +103,8 @@ class Args:
     """learn the entropy coefficient so that the policy's entropy meets the target"""
     target_entropy: float = 0.3
     """target of --autotune as a share of log |A|"""
+    bc_coef: float = 0.0
+    """weight of a cloning loss -log pi(a|s) beside the actor's own; 0 is the paper's form"""
 
     eval_interval: int = 1000
     """updates between two rows of metrics.csv, each with an evaluation"""
@@ -413,7 +409,7 @@ if __name__ == "__main__":
     for names, ok, rule in (
         ("dataset_size num_critics total_updates batch_size hidden_dim", lambda x: x >= 1, "at least 1"),
         ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
-        ("seed clone_updates critic_warmup", lambda x: x >= 0, "at least 0"),
+        ("seed", lambda x: x >= 0, "at least 0"),
         ("alpha edac_eta prior_scale bc_coef", lambda x: 0 <= x < math.inf, "finite and at least 0"),
         ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("return_scale", lambda x: x is None or 0 < x < math.inf, "finite and above 0, or None"),
@@ -493,30 +489,16 @@ if __name__ == "__main__":
         state |= {"args": asdict(replace(args, resume=None)), "seconds": time.time() - started}
         state |= {"critic": critic.state_dict(), "target": target.state_dict(), "actor": actor.state_dict()}
         state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
-        state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state(), "cloned": cloned}
+        state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state()}
         state |= {"obs_mean": obs_mean, "obs_std": obs_std, "reward_scale": reward_scale}
         torch.save(state, buffer := io.BytesIO())
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
-    cloned = checkpoint.get("cloned", True) if checkpoint else args.clone_updates == 0
     if not checkpoint:
         save_checkpoint(0)
     stop = []
     signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
-    if not (cloned or args.eval_only):  # clone the data: the critics then judge a policy that the data know
-        clone_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
-        for _ in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
-            index = torch.randint(size, (args.batch_size,), generator=generator).to(device)
-            clone_loss = F.cross_entropy(actor(data[0][index]), data[1][index])
-            clone_optimizer.zero_grad()
-            clone_loss.backward()
-            clone_optimizer.step()
-            if stop:  # a resumed run clones from the beginning
-                print(f"Stopped. To go on:\npython ersac_ensemble.py --resume {folder}")
-                sys.exit(130)
-        cloned = True
-        save_checkpoint(0)
     tick, tick_update = time.time(), start_update
     updates = range(start_update + 1, 0 if args.eval_only else args.total_updates + 1)
     bar = tqdm(updates, initial=start_update, total=args.total_updates, desc=method, unit="update", mininterval=1)
@@ -553,10 +535,9 @@ if __name__ == "__main__":
         pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean() + args.bc_coef * F.nll_loss(log_pi, a)
         h = entropy(pi, log_pi).detach()  # [B]
         alpha_loss = (log_alpha.exp() * (h - args.target_entropy * math.log(A))).mean() if args.autotune else 0.0
-        if update > args.critic_warmup or args.clone_updates == 0:
-            policy_optimizer.zero_grad()
-            (pi_loss + alpha_loss).backward()
-            policy_optimizer.step()
+        policy_optimizer.zero_grad()
+        (pi_loss + alpha_loss).backward()
+        policy_optimizer.step()
 
         # update target critics
         with torch.no_grad():  # else the targets would drag a growing graph behind them

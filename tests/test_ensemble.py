@@ -37,7 +37,6 @@ SETS = {"box": worst_case_box, "hull": worst_case_hull, "ellipsoid": lambda q, p
 DATA = ("--dataset-id", "test/cartpole-v0")
 SHORT = ("--total-updates", 24, "--eval-interval", 12, "--checkpoint-interval", 5, "--eval-episodes", 3)
 SMALL = (*DATA, *SHORT, "--num-critics", 4, "--hidden-dim", 16, "--batch-size", 32)
-SMALL += ("--clone-updates", 4, "--critic-warmup", 6)
 
 
 def problem(seed=0, N=6, B=40, D=3, A=4):
@@ -329,9 +328,7 @@ def test_three_updates_equal_a_loop_over_critics_with_edac_bootstrap_and_learned
     coef = 0.2
     flags = f"--uncertainty-set box --edac-eta {eta} --bootstrap --autotune --num-critics {N} --hidden-dim 16 "
     flags += f"--batch-size {B} --gamma {gamma} --alpha {alpha} --polyak {polyak} --q-lr {lr_q} --policy-lr {lr_pi} "
-    flags += (
-        f"--total-updates {updates} --seed {seed} --eval-episodes 1 --return-scale 3 --clone-updates 0 --bc-coef {coef}"
-    )
+    flags += f"--total-updates {updates} --seed {seed} --eval-episodes 1 --return-scale 3 --bc-coef {coef}"
     done = run("ersac_ensemble", "--dataset-id", "test/lander-v0", *flags.split())  # with two actions EDAC is constant
     assert done.code == 0, done.err
     ours = load(done.folders[0]).checkpoint
@@ -471,42 +468,6 @@ def test_bootstrap_prior_and_edac_change_the_run(run, load, datasets):
         load(run("ersac_ensemble", *SMALL, *f, "--exp-name", f"x{i}").folders[0]).metrics for i, f in enumerate(runs)
     ]
     assert len({tuple(text) for text in texts}) == len(runs)
-
-
-def test_cloned_start_and_critic_warm_up(run, load, datasets):
-    """After cloning and while the critics warm up, the actor is a plain classifier of the data's actions."""
-    data = load_transitions(minari.load_dataset("test/cartpole-v0"), 0.99)
-    flags = (*DATA, "--hidden-dim", 16, "--num-critics", 2, "--eval-episodes", 1, "--total-updates", 3)
-
-    def cross_entropy(checkpoint):
-        actor = Actor(4, 2, 16)
-        actor.load_state_dict(checkpoint["actor"])
-        with torch.no_grad():
-            return F.cross_entropy(actor((data[0] - checkpoint["obs_mean"]) / checkpoint["obs_std"]), data[1]).item()
-
-    runs = ((0, 0), (300, 3), (300, 0))
-    start, cloned, moved = (
-        load(
-            run("ersac_ensemble", *flags, "--clone-updates", n, "--critic-warmup", w, "--exp-name", f"{n}{w}").folders[
-                0
-            ]
-        )
-        for n, w in runs
-    )
-    assert cross_entropy(cloned.checkpoint) < 0.7 * cross_entropy(start.checkpoint)
-    torch.manual_seed(cloned.args["seed"])  # the same draws: critics, prior, actor; then minibatches of their own
-    EnsembleCritic(4, 2, 2, 16), EnsembleCritic(4, 2, 2, 16)
-    actor, generator = Actor(4, 2, 16), torch.Generator().manual_seed(cloned.args["seed"])
-    optimizer = torch.optim.Adam(actor.parameters(), cloned.args["policy_lr"])
-    s = (data[0] - data[0].mean(0)) / data[0].std(0, correction=0)
-    for _ in range(300):
-        index = torch.randint(len(s), (256,), generator=generator)
-        optimizer.zero_grad()
-        (-actor(s[index]).log_softmax(-1).gather(1, data[1][index, None])).mean().backward()
-        optimizer.step()
-    for name, value in actor.state_dict().items():
-        torch.testing.assert_close(cloned.checkpoint["actor"][name], value, rtol=1e-3, atol=1e-4)
-        assert not torch.equal(moved.checkpoint["actor"][name], cloned.checkpoint["actor"][name])
 
 
 BAD = [

@@ -153,7 +153,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     contenders = {}
     for N, more in ((100, 1), (10, 10)):
-        size = ("--num-critics", N, "--clone-updates", 0)
+        size = ("--num-critics", N)
         contenders["plain loop", N] = plain_loop(N)
         contenders["d3rlpy DiscreteSAC", N] = d3rlpy_sac(N)
         for kind in ("box", "hull", "ellipsoid"):
