@@ -37,7 +37,9 @@ def sweep(monkeypatch, tmp_path, capsys):
             result |= dict.fromkeys(("reference_return", "policy_entropy", "updates_per_second"), 2.0)
             (folder / "result.json").write_text(json.dumps(result))
             if "clone.py" not in command[1]:
-                (folder / "metrics.csv").write_text("eval/return,charts/policy_entropy\n3,0.5\n9,0.25\n7,0\n")
+                (folder / "metrics.csv").write_text(
+                    "update,eval/return,charts/policy_entropy\n1,3,0.5\n2,9,0.25\n3,7,0\n"
+                )
             return SimpleNamespace(returncode=0)
 
         monkeypatch.setattr(subprocess, "run", fake)
@@ -60,6 +62,11 @@ def test_every_cell_once_and_none_twice(sweep):
     assert len(cells) == 16 and {r["flags"] for r in rows} == {""}
     box = [r for r in rows if r["method"] == "SAC-N"]
     assert {(r["best_return"], r["training_entropy"]) for r in box} == {("9.0", "0.25")}
+    with open(sweep.out.with_name("sweep_curves.csv"), newline="") as f:
+        curves = [r for r in csv.DictReader(f) if r["dataset_id"] == "ersac/cartpole/tau50-1k-v0"]
+    logged = [(r["method"], r["seed"], r["update"], r["eval/return"], r["charts/policy_entropy"]) for r in curves]
+    points = (("1", "3", "0.5"), ("2", "9", "0.25"), ("3", "7", "0"))
+    assert logged == [("SAC-N", seed, *point) for seed in ("100", "101") for point in points]
     assert sweep.call(*GRID)[0] == []  # all there
     more, rows = sweep.call(*GRID, 102)
     assert len(more) == 8 and len(rows) == 24

@@ -3,11 +3,12 @@
     python docs/benchmark/sweep.py --envs LunarLander-v3 --sizes 100000 --methods Ell_0.9-N SAC-N BC --seeds 100 101 102
 
 A finished run is one row of the CSV, written at once and skipped the next time; a run that a kill interrupted is made
-anew. --flags="--autotune" passes further arguments to the training scripts (not to cloning), part of a row's name.
+anew. What it logged on the way goes to a second CSV, whose name ends in _curves. --flags="--autotune" passes further arguments to the training scripts (not to cloning), part of a row's name.
 --datasets takes Minari ids in place of environments, sizes and taus, such as that of mix.py.
 """
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -40,6 +41,8 @@ METHODS = {
 COLUMNS = ("method", "env_id", "dataset_size", "expectile_tau", "seed", "flags", "dataset_id", "normalized_return")
 COLUMNS += ("best_return", "eval_return_mean", "eval_return_std", "random_return", "reference_return", "policy_entropy")
 COLUMNS += ("updates", "updates_per_second", "seconds", "training_entropy")
+KEY = ("method", "dataset_id", "seed", "flags")  # what names a run
+CURVES = ("update", "eval/return", "charts/policy_entropy", "charts/q_minus_return", "charts/std_data_actions")
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Args:
 
 
 def run(method, dataset_id, seed, flags, env, size, tau):
-    """One run, as a row of the CSV. Without an environment the data set is named instead."""
+    """One run, as a row of the CSV and the rows that it logged. Without an environment the data set is named instead."""
     script, *words = METHODS[method].split()
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +89,18 @@ def run(method, dataset_id, seed, flags, env, size, tau):
     if metrics:
         row["best_return"] = max(float(r["eval/return"]) for r in metrics)
         row["training_entropy"] = sum(float(r["charts/policy_entropy"]) for r in metrics) / len(metrics)
-    return {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS}
+    return {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS}, metrics
+
+
+def append(path, columns, rows):
+    """Add rows, below a header if the file is new, in one write: another sweep may add to it too."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore")
+    if not path.exists():
+        writer.writeheader()
+    writer.writerows(rows)
+    with open(path, "a", newline="") as f:
+        f.write(text.getvalue())
 
 
 if __name__ == "__main__":
@@ -105,18 +119,19 @@ if __name__ == "__main__":
             writer.writeheader()
             writer.writerows(rows)
         os.replace(f"{path}.tmp", path)
-    have = {tuple(row[k] for k in ("method", "dataset_id", "seed", "flags")) for row in rows}
+    have = {tuple(row[k] for k in KEY) for row in rows}
     ours = [(dataset_name(e, t, n), e, n, t) for e, n, t in itertools.product(args.envs, args.sizes, args.taus)]
     data = [(name, None, "", "") for name in args.datasets] or ours
     grid = itertools.product(args.seeds, data, args.methods)
     cells = [(m, name, s, args.flags if m != "BC" else "", *rest) for s, (name, *rest), m in grid]
     todo = [cell for cell in cells if (*cell[:2], str(cell[2]), cell[3]) not in have]
-    with ThreadPoolExecutor(args.workers) as pool, open(path, "a", newline="") as f:
+    with ThreadPoolExecutor(args.workers) as pool:
         bar = tqdm(total=len(cells), initial=len(cells) - len(todo), desc=path.stem, unit="run")
         for future in as_completed([pool.submit(run, *cell) for cell in todo]):
-            row = future.result()
-            csv.DictWriter(f, COLUMNS).writerow(row)
-            f.flush()
+            row, metrics = future.result()
+            log = [{k: row[k] for k in KEY} | {k: f"{float(m[k]):.5g}" for k in CURVES if k in m} for m in metrics]
+            append(path.with_name(f"{path.stem}_curves.csv"), (*KEY, *CURVES), log)
+            append(path, COLUMNS, [row])
             bar.update()
             bar.set_postfix_str(f"{row['method']} seed {row['seed']}: {row['normalized_return']}")
     bar.close()
