@@ -3,8 +3,9 @@
     python docs/benchmark/sweep.py --envs LunarLander-v3 --sizes 100000 --methods Ell_0.9-N SAC-N BC --seeds 100 101 102
 
 A finished run is one row of the CSV, written at once and skipped the next time; a run that a kill interrupted is made
-anew. What it logged on the way goes to a second CSV, whose name ends in _curves. --flags="--autotune" passes further arguments to the training scripts (not to cloning), part of a row's name.
---datasets takes Minari ids in place of environments, sizes and taus, such as that of mix.py.
+anew. What it logged on the way goes to a second CSV, whose name ends in _curves. --flags="--autotune" passes further
+arguments to the training scripts (not to cloning), part of a row's name. --datasets takes Minari ids in place of
+environments, sizes and taus, such as that of mix.py.
 """
 
 import csv
@@ -68,7 +69,7 @@ class Args:
 
 
 def run(method, dataset_id, seed, flags, env, size, tau):
-    """One run, as a row of the CSV and the rows that it logged. Without an environment the data set is named instead."""
+    """One run: its row of the CSV and what it logged. Without an environment the data set is named instead."""
     script, *words = METHODS[method].split()
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
