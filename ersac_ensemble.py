@@ -83,7 +83,7 @@ class Args:
 
     total_updates: int = 20_000
     """updates of critics, actor and entropy coefficient"""
-    batch_size: int = 256
+    batch_size: int = 128
     """transitions in a minibatch"""
     hidden_dim: int = 128
     """width of the two hidden layers"""
@@ -95,7 +95,7 @@ class Args:
     """Adam step size of the actor and of the entropy coefficient"""
     anneal_lr: bool = True
     """let all step sizes fall linearly to 0, so that the last policy is a settled one"""
-    polyak: float = 0.05
+    polyak: float = 0.02
     """rate at which the target critics follow the critics"""
     alpha: float = 0.003
     """entropy coefficient, or its first value with --autotune"""

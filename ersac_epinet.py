@@ -416,11 +416,8 @@ if __name__ == "__main__":
         ("dataset_size index_dim num_index_samples total_updates", lambda x: x >= 1, "at least 1"),
         ("batch_size hidden_dim", lambda x: x >= 1, "at least 1"),
         ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
-        (
-            "seed alpha prior_scale noise_scale lambda_mu lambda_sigma",
-            lambda x: 0 <= x < math.inf,
-            "finite, at least 0",
-        ),
+        ("seed alpha prior_scale", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+        ("noise_scale lambda_mu lambda_sigma", lambda x: 0 <= x < math.inf, "finite and at least 0"),
         ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
         ("return_scale", lambda x: x is None or 0 < x < math.inf, "finite and above 0, or None"),
         ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
@@ -565,9 +562,7 @@ if __name__ == "__main__":
         if update % args.eval_interval == 0 or last:
             with torch.no_grad():
                 probe = torch.randn(1000, args.index_dim, generator=torch.Generator().manual_seed(0)).to(device)
-                far = 5 * torch.randn(s.shape, generator=torch.Generator().manual_seed(0)).to(
-                    device
-                )  # 5 std off the mean
+                far = torch.randn(s.shape, generator=torch.Generator().manual_seed(0)).to(device) * 5  # off the data
                 std, std_far = (critic.sample(x, probe).std(0) for x in (s, far))  # [B, A]
                 mu, taken = critic(s)[0] if star else critic.sample(s, probe).mean(0), F.one_hot(a, A).bool()  # [B, A]
                 followed = returns[index.cpu()].to(device)
