@@ -40,9 +40,9 @@ RESULT += ("lower_bound_rate", "coverage_rate", "eval_return_mean", "monte_carlo
 
 @dataclass
 class Args:
-    grid: Literal["paper", "no-bootstrap", "upsilon", "tuning"] = "paper"
+    grid: Literal["paper", "no-bootstrap", "upsilon", "critics", "tuning"] = "paper"
     """paper: the paper's table; no-bootstrap: the same data for every critic, trained to convergence; upsilon: smaller
-    shares of critics in the ellipsoid; tuning: what was tried before the settings were fixed"""
+    shares of critics in the ellipsoid; critics: fewer of them; tuning: what was tried before the settings were fixed"""
     workers: int = 2
     """processes at a time, one thread each"""
     num_seeds: int = 10
@@ -68,6 +68,8 @@ def cells(grid):
     if grid == "upsilon":  # 0.9 and 1.0 are in the paper's grid
         ellipsoids = [cell for cell in little if cell["uncertainty_set"] == "ellipsoid" and cell["upsilon"] == 1.0]
         return [cell | dict(upsilon=u) for cell in ellipsoids for u in (0.1, 0.3, 0.5, 0.7)]
+    if grid == "critics":  # 100 are in the paper's grid
+        return [cell | dict(num_critics=n) for cell in little for n in (3, 10, 30)]
     changes = [dict(total_updates=n) for n in (1000, 2000, 6000)] + [dict(reset_prob=p) for p in (0.0, 0.5)]
     changes = [change | dict(polyak=0.005) for change in (*changes, dict(prior=(0.0, 10.0)))]
     return [cell | change for change in changes for cell in little]
