@@ -24,10 +24,15 @@ from scipy.spatial import ConvexHull
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
+from report import grid_flags, grid_rows, load, per_seed  # noqa: E402
+
 from ersac_tabular import center, ellipsoid_radius, worst_case_box, worst_case_ellipsoid, worst_case_hull  # noqa: E402
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"  # colour-blind safe
 SETS = {"box": (GREEN, "box (SAC-N)"), "hull": (BLUE, "convex hull"), "ellipsoid": (ORANGE, "ellipsoid, υ = 0.9")}
+METHODS = {"SAC-N": (GREEN, "s"), "CH-N": (BLUE, "^"), "Ell_0.9-N": (ORANGE, "o"), "Ell-Epi": ("#56B4E9", "v")}
+METHODS |= {"Ell-Epi*": (PURPLE, "D"), "BC": ("black", "x")}
 TAUS = {0.1: (ORANGE, "τ = 0.1, risk-seeking"), 0.5: (GREY, "τ = 0.5, neutral"), 0.9: (BLUE, "τ = 0.9, risk-averse")}
 plt.rcParams.update({"figure.dpi": 160, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.constrained_layout.use": True})
@@ -36,7 +41,8 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves, upsilon, epinet, idea, learning, soak or pong; None makes them all"""
+    """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak or
+    pong; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -315,8 +321,95 @@ def pong(args):
     fig.savefig(f"{args.out}/atari_pong.png")
 
 
-FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "epinet": epinet}
-FIGURES |= {"idea": idea, "learning": learning, "soak": soak, "pong": pong}
+def gym(args):
+    """LunarLander, last policy against the size of the data for two risk levels, and on data of mixed quality."""
+    rows = load(ROOT / "docs" / "benchmark" / "gym.csv")
+    grid, _ = grid_rows(rows)
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 3.1), sharey=True, width_ratios=(3, 3, 2))
+    for ax, tau in zip(axes, (0.5, 0.9)):
+        for i, (method, (colour, marker)) in enumerate(METHODS.items()):
+            shift, points = 1.09 ** (i - 2.5), []
+            for size in (1000, 10_000, 100_000):
+                where = {"env_id": "LunarLander-v3", "dataset_size": size, "expectile_tau": tau}
+                y = per_seed(grid, "normalized_return", method=method, **where)
+                ax.plot([size * shift] * len(y), y, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
+                points += [(size * shift, y.mean())] if len(y) else []
+            ax.plot(*zip(*points), color=colour, lw=1.2, marker=marker, ms=4.5, ls=":" if method == "BC" else "-")
+        ax.set(xscale="log", xlabel="transitions", title=f"data of the {TAUS[tau][1].split(', ')[1]} policy")
+    mixed = [r for r in rows if "early50" in r["dataset_id"] and r["flags"] == grid_flags(r)]
+    for i, (method, (colour, marker)) in enumerate(METHODS.items()):
+        y = per_seed(mixed, "normalized_return", method=method)
+        axes[2].plot([i] * len(y), y, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
+        axes[2].plot([i], [y.mean()], marker, color=colour, ms=6, label=method)
+    axes[2].set(title="100,000 of mixed quality", xticks=range(len(METHODS)), xlim=(-0.7, len(METHODS) - 0.3))
+    axes[2].set_xticklabels(METHODS, rotation=60, fontsize=7)
+    axes[0].set_ylabel("normalised return, last policy")
+    for ax in axes:
+        ax.axhline(100, color=GREY, lw=0.8, ls=":")
+        ax.axhline(0, color=GREY, lw=0.8, ls=":")
+        ax.set_title(ax.get_title(), fontsize=8.5)
+        ax.tick_params(labelsize=7.5)
+    fig.savefig(f"{args.out}/gym.png")
+
+
+def entropy(args):
+    """Policy entropy in training: one alpha for all in CartPole and LunarLander, and one target entropy."""
+    rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
+    panels = {
+        "CartPole, 10,000, α = 0.003": ("ersac/cartpole/tau50-10k-v0", None),
+        "LunarLander, 100,000, α = 0.003": ("ersac/lunarlander/tau50-100k-v0", None),
+        "LunarLander, 100,000, α learned": ("ersac/lunarlander/tau50-100k-v0", "--autotune --total-updates 10000"),
+    }
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.8))
+    for ax, (title, (data, flags)) in zip(axes, panels.items()):
+        size = int(data.split("-")[-2].removesuffix("k")) * 1000
+        env = "CartPole-v1" if "cartpole" in data else "LunarLander-v3"
+        for method, (colour, _) in METHODS.items():
+            usual = grid_flags({"method": method, "env_id": env, "dataset_size": size})
+            chosen = [r for r in rows if (r["method"], r["dataset_id"]) == (method, data)]
+            chosen = [r for r in chosen if r["flags"] == (usual if flags is None else flags) and r["seed"] >= 100]
+            updates = sorted({r["update"] for r in chosen})
+            y = [[r["charts/policy_entropy"] for r in chosen if r["update"] == u] for u in updates]
+            if y:
+                ax.plot(updates, [np.mean(x) for x in y], color=colour, lw=1.3, label=method)
+                ax.fill_between(updates, [min(x) for x in y], [max(x) for x in y], color=colour, alpha=0.15, lw=0)
+        if flags:
+            ax.axhline(0.3 * np.log(4), color=GREY, lw=0.8, ls=":")
+        ax.set_title(title, fontsize=8.5)
+        ax.set_xlabel("update", fontsize=8)
+        ax.tick_params(labelsize=7)
+        ax.set_ylim(0, None)
+    axes[0].set_ylabel("policy entropy, nats")
+    axes[1].legend(fontsize=7)
+    fig.savefig(f"{args.out}/gym_entropy.png")
+
+
+def critics(args):
+    """Return against the number of critics at 10x; 100 are in the paper's grid. Mean over the three taus."""
+    fewer = load(ROOT / "docs" / "benchmark" / "tabular_critics.csv")
+    rows = [r | {"N": int(r["arguments"].split()[-1])} for r in fewer]
+    paper = load(ROOT / "docs" / "benchmark" / "tabular_paper.csv")
+    rows += [r | {"N": 100} for r in paper if r["dataset_size"] == 10]
+    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8))
+    names = {"SAC-N": GREEN, "CH-N": BLUE, "Ell-N": PURPLE, "Ell_0.9-N": ORANGE}
+    for ax, env in zip(axes, ("MachineReplacement", "RiverSwim")):
+        for i, (method, colour) in enumerate(names.items()):
+            counts = np.array(sorted({r["N"] for r in rows}))
+            y = np.stack([per_seed(rows, "normalized_return", env_id=env, method=method, N=n) for n in counts])
+            error = y.std(1, ddof=1) / np.sqrt(y.shape[1])
+            ax.errorbar(
+                counts * 1.03 ** (i - 1.5), y.mean(1), error, color=colour, marker="o", ms=3, lw=1.2, label=method
+            )
+        ax.set(xscale="log", xticks=counts, xticklabels=counts, xlabel="critics N", title=env)
+        ax.minorticks_off()
+    axes[0].set_ylabel("normalised return")
+    axes[1].legend(fontsize=7)
+    fig.savefig(f"{args.out}/tabular_critics.png")
+
+
+FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
+FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
+FIGURES |= {"pong": pong}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):

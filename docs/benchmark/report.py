@@ -162,6 +162,55 @@ def by_tau(rows):
     return markdown(["MDP", *(f"τ = {t}" for t in TAUS)], table)
 
 
+def complete(rows, over, **where):
+    """Normalised returns averaged over a column, of the seeds that have all of its values."""
+    chosen = [r for r in rows if all(r[k] == v for k, v in where.items())]
+    values = {r[over] for r in chosen}
+    whole = [s for s in {r["seed"] for r in chosen} if {r[over] for r in chosen if r["seed"] == s} == values]
+    return per_seed([r for r in chosen if r["seed"] in whole], "normalized_return")
+
+
+def gym_aggregated(rows, paper):
+    """Networks: mean over the risk levels that were run, of the seeds that have all of them; in brackets the paper's
+    mean over its three."""
+    rows, keys = grid_rows(rows)
+    methods, table = [m for m in GYM if any(r["method"] == m for r in rows)], []
+    for env, size in sorted({key[:2] for key in keys}):
+        columns = [complete(rows, "expectile_tau", env_id=env, dataset_size=size, method=m) for m in methods]
+        shown = dict(zip([m for m, x in zip(methods, columns) if len(x)], marked([x for x in columns if len(x)])))
+        (theirs,) = [r for r in paper if (r["env_id"], r["dataset_size"], r["expectile_tau"]) == (env, size, "all")]
+        cells = [f"{shown[m]} ({theirs[m]})" if m in theirs else shown[m] for m in shown]
+        taus = ", ".join(str(key[2]) for key in keys if key[:2] == (env, size))
+        cells = dict(zip(shown, cells))
+        table.append([env, f"{size:,}", taus, *(cells.get(m, "") for m in methods), theirs["behaviour"]])
+    header = ["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)]
+    return markdown([*header, "behaviour policy, the paper"], table)
+
+
+def gym_by_tau(rows):
+    """Networks: Ell_0.9-N by the behaviour policy's risk level, mean over data sizes, with the paper's numbers."""
+    paper = {"CartPole-v1": (95, 93, 92), "LunarLander-v3": (103, 99, 99)}
+    rows, _ = grid_rows([r for r in rows if r["method"] == "Ell_0.9-N"])
+    table = []
+    for env, theirs in paper.items():
+        columns = [complete(rows, "dataset_size", env_id=env, expectile_tau=t) for t in TAUS]
+        cells = [f"{interval(x)} ({n})" if len(x) else f"({n})" for x, n in zip(columns, theirs)]
+        table.append([env, *cells])
+    return markdown(["environment", *(f"τ = {t}" for t in TAUS)], table)
+
+
+def by_critics(fewer, paper):
+    """Return against the number of critics at 10x, mean over the taus; 100 are in the paper's grid."""
+    rows = [r | {"N": int(r["arguments"].split()[-1])} for r in fewer]
+    rows += [r | {"N": 100} for r in paper if r["dataset_size"] == 10]
+    table = []
+    for env in ENVS:
+        for n in sorted({r["N"] for r in rows}):
+            columns = [per_seed(rows, "normalized_return", env_id=env, method=m, N=n) for m in METHODS.values()]
+            table.append([env, n, *marked(columns)])
+    return markdown(["MDP, 10×", "N", *METHODS.values()], table)
+
+
 def runtime(rows):
     """The paper's runtimes (s an epoch, LunarLander) and ours (ms an update), both relative to SAC-N."""
     paper = {"SAC-N": 0.35, "CH-N": 0.42, "Ell_0.9-N": 0.56, "Ell-Epi": 0.60, "Ell-Epi*": 0.10}
@@ -205,18 +254,29 @@ def tuning(rows):
 GYM = ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "Ell-Epi", "Ell-Epi*", "BC")
 
 
-def default_rows(rows):
-    """Rows with default settings on our own data sets, and their (environment, size, tau) in order. On CartPole a
-    quarter of the ensemble's updates is enough."""
-    usual = {"CartPole-v1": ("", "--total-updates 5000")}
-    rows = [r for r in rows if r["flags"] in usual.get(r["env_id"], ("",)) and r["dataset_size"] != ""]
-    return rows, sorted({(r["env_id"], r["dataset_size"], r["expectile_tau"]) for r in rows})
+def grid_flags(row):
+    """The arguments of a run of the grid beside the scripts' defaults: fewer updates of the ensemble on CartPole and
+    where data are few, smaller minibatches for the sampled Epinet, both for the sake of time."""
+    if row["method"] in ("BC", "Ell-Epi*"):
+        return ""
+    flags = ["--batch-size 128"] if row["method"] == "Ell-Epi" else []
+    if row["env_id"] == "CartPole-v1":
+        flags.append("--total-updates 5000")
+    elif row["method"] != "Ell-Epi" and row["dataset_size"] in (1000, 10_000):
+        flags.append("--total-updates 10000")
+    return " ".join(flags)
+
+
+def grid_rows(rows):
+    """Rows of the paper's grid, and their (environment, size, tau) in order."""
+    rows = [r for r in rows if r["flags"] == grid_flags(r) and r["dataset_size"] != ""]
+    return rows, sorted({cell(r) for r in rows})
 
 
 def gym(rows, methods, paper=()):
-    """Networks, default settings: a row for each environment, data size and tau, last policies over the seeds; in
+    """Networks: a row for each environment, data size and tau, last policies over the seeds; in
     brackets the paper's mean. Methods without a run are left out."""
-    rows, keys = default_rows(rows)
+    rows, keys = grid_rows(rows)
     methods = [m for m in methods if any(r["method"] == m for r in rows)]
     table = []
     for key in keys:
@@ -233,7 +293,7 @@ def gym(rows, methods, paper=()):
 
 def paired(rows, pairs, digits=1):
     """Differences of two methods with the same data and seed, mean ± 90 % interval, and how many seeds gained."""
-    rows, keys = default_rows(rows)
+    rows, keys = grid_rows(rows)
     table = []
     for key in keys:
         line = []
@@ -256,7 +316,7 @@ def cell(row):
 
 def training_entropy(rows):
     """Policy entropy in nats, mean over the evaluations of a run, by method; the same alpha for all."""
-    rows, keys = default_rows([r for r in rows if r.get("training_entropy") not in ("", None)])
+    rows, keys = grid_rows([r for r in rows if r.get("training_entropy") not in ("", None)])
     methods = [m for m in GYM if any(r["method"] == m for r in rows)]
     table = []
     for key in keys:
@@ -268,9 +328,27 @@ def training_entropy(rows):
     return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)], table)
 
 
+def slices(rows):
+    """Runs with one setting changed, on our own data sets: returns and entropies, beside those of the grid where the
+    same seeds have them."""
+    table = []
+    grid, _ = grid_rows(rows)
+    changed = [r for r in rows if r["dataset_size"] != "" and r["flags"] != grid_flags(r)]
+    for key in sorted({(*cell(r), r["flags"], r["method"]) for r in changed}):
+        chosen = [r for r in changed if (*cell(r), r["flags"], r["method"]) == key]
+        seeds = {r["seed"] for r in chosen}
+        usual = [r for r in grid if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
+        line = [interval(per_seed(x, "normalized_return"), 1) if x else "" for x in (chosen, usual)]
+        spread = [r["training_entropy"] for r in chosen if r["training_entropy"] not in ("", None)]
+        line.append(f"{np.mean(spread):.2f}" if spread else "")
+        table.append([key[0], f"{key[1]:,}", key[2], key[4].replace("*", "\\*"), f"`{key[3]}`", *line, len(seeds)])
+    header = ["environment", "transitions", "τ", "method", "arguments", "return", "return in the grid, same seeds"]
+    return markdown([*header, "entropy in training", "seeds"], table)
+
+
 def last_and_best(rows):
     """The last policy beside the best evaluation on the way, which nobody could have chosen offline."""
-    rows, keys = default_rows(rows)
+    rows, keys = grid_rows(rows)
     table = []
     for key in keys:
         for m in GYM:
@@ -288,19 +366,14 @@ def last_and_best(rows):
 
 
 def mixed(rows):
-    """Other data sets, by their ids: all methods that were run there, default settings."""
-    rows = [r for r in rows if r["dataset_size"] == ""]
+    """Other data sets, by their ids: all methods that were run there, in brackets the number of seeds."""
+    rows = [r for r in rows if r["dataset_size"] == "" and r["flags"] == grid_flags(r)]
     methods = [m for m in GYM if any(r["method"] == m for r in rows)]
     table = []
-    for name, flags in sorted({(r["dataset_id"], r["flags"]) for r in rows if r["method"] != "BC"}):
-        columns = [
-            per_seed(rows, "normalized_return", dataset_id=name, method=m, flags="" if m == "BC" else flags)
-            for m in methods
-        ]
-        line = [interval(x, 1) if len(x) else "" for x in columns]
-        seeds = sorted({len(x) for x in columns if len(x)})
-        table.append([f"`{name}`", f"`{flags}`" if flags else "", *line, "/".join(map(str, seeds))])
-    return markdown(["data set", "arguments", *(m.replace("*", "\\*") for m in methods), "seeds"], table)
+    for name in sorted({r["dataset_id"] for r in rows}):
+        columns = [per_seed(rows, "normalized_return", dataset_id=name, method=m) for m in methods]
+        table.append([f"`{name}`", *(f"{interval(x, 1)} ({len(x)})" if len(x) else "" for x in columns)])
+    return markdown(["data set", *(m.replace("*", "\\*") for m in methods)], table)
 
 
 def front(rows):
@@ -411,6 +484,8 @@ def tables(folder):
         made["tabular_by_tau"] = by_tau(paper)
     if same:
         made["tabular_no_bootstrap"] = no_bootstrap(same)
+    if paper and (fewer := load(folder / "tabular_critics.csv")):
+        made["tabular_critics"] = by_critics(fewer, paper)
     if paper and smaller:
         made["tabular_rates"] = rates(smaller + [row for row in paper if row["dataset_size"] == 10])
     if tried:
@@ -420,9 +495,11 @@ def tables(folder):
         made["gym_ensemble"] = gym(networks, ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "BC"))
         made["gym_epinet"] = gym(networks, ("Ell-Epi*", "Ell-Epi", "Ell_0.9-N", "SAC-N", "BC"))
         made["gym_detailed"] = gym(networks, GYM, load(DOCS / "benchmark" / "paper_gym.csv"))
-        pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N")]
+        pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N"), ("Ell-Epi*", "Ell-Epi")]
         made["gym_differences"] = paired(networks, pairs)
-        made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in ("SAC-N", "Ell_0.9-N", "Ell-Epi*")])
+        made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in GYM if m != "BC"])
+        made["gym_aggregated"] = gym_aggregated(networks, load(DOCS / "benchmark" / "paper_gym.csv"))
+        made["gym_by_tau"], made["gym_slices"] = gym_by_tau(networks), slices(networks)
         made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
         if any(r["dataset_size"] == "" for r in networks):
             made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
