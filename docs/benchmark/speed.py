@@ -60,7 +60,7 @@ def ours(script, *flags, more=1):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(ROOT / script), "--dataset-id", "speed/noise-v0", "--output-dir", folder]
             command += ["--total-updates", updates, "--eval-interval", 10**6, "--checkpoint-interval", 10**6]
-            command += ["--eval-episodes", 1, *flags]
+            command += ["--eval-episodes", 1, "--batch-size", B, *flags]
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run(list(map(str, command)), check=True, capture_output=True, env=environment)
