@@ -117,15 +117,15 @@ def idea(args):
     q = torch.randn(40, 2).double() @ torch.tensor([[1.0, 0.5], [0.0, 0.8]]).double() + torch.tensor([0.3, 0.0])
     frames = 30
     pi, worst = worst_cases(q, sweep=frames)
-    fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.4), dpi=150)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(6.2, 3.1), dpi=180)  # large letters, for phones
     draw_outlines(left, q)
-    left.set(xlabel="Q(s, a₁)", ylabel="Q(s, a₂)", title="critics, sets and the worst case q*", aspect="equal")
+    left.set(xlabel="Q(s, a₁)", ylabel="Q(s, a₂)", title="critics, sets, worst case q*", aspect="equal")
     value = {kind: (pi * q_star).sum(-1) for kind, q_star in worst.items()}
     for kind, (colour, label) in SETS.items():
         right.plot(pi[:, 1], value[kind], color=colour, lw=1.2, label=label)
     right.plot(pi[:, 1], (pi * q.mean(0)).sum(-1), color=GREY, lw=1, ls=":", label="mean critic")
-    right.set(xlabel="π(a₂∣s)", title="value that the method counts on, ⟨π, q*⟩")
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.62))
+    right.set(xlabel="π(a₂∣s)", title="value counted on, ⟨π, q*⟩")
+    right.legend(fontsize=8.5, loc="center left", bbox_to_anchor=(0, 0.62))
     crosses = {kind: left.plot([], [], "x", color=SETS[kind][0], ms=10, mew=2.5, zorder=4)[0] for kind in SETS}
     dots = {kind: right.plot([], [], "o", color=SETS[kind][0], ms=6)[0] for kind in SETS}
 
