@@ -154,6 +154,7 @@ CUT = {
     "docs/benchmark/record_atari.py": "--steps 60 --max-episode-steps 30 --reference-episodes 1 --overwrite",
     "docs/benchmark/soak.py": "--minutes 0.3 --interval 3",
     "docs/benchmark/speed.py": "--rounds 1 --updates 1",
+    "docs/benchmark/sweep.py": "--envs CartPole-v1 --sizes 1000 --taus 0.5 --methods BC --seeds 100",
     "docs/benchmark/speed_atari.py": "--rounds 1 --transitions 256",
 }
 TRAINING = "--start-steps 4096 --finish-steps 4096 --floor -100000"  # where a command trains policies anew
@@ -161,7 +162,7 @@ TRAINING = "--start-steps 4096 --finish-steps 4096 --floor -100000"  # where a c
 
 @pytest.mark.slow
 def test_every_command_of_the_docs_runs(tmp_path, datasets):
-    """As printed, but for the budget; sweeps find their rows in the committed CSVs. Downloads are left out."""
+    """As printed, but for the budget: what is given last counts. Downloads are left out."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", ".venv", "__pycache__", "wandb"))
     environment = os.environ | {"MINARI_DATASETS_PATH": str(tmp_path / "minari"), "OMP_NUM_THREADS": "1"}
