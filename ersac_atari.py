@@ -77,7 +77,7 @@ class Args:
     prior_scale: float = 0.03
     """size of the frozen prior of heads or Epinet, the uncertainty where there are no data; the baselines have none"""
     noise_scale: float = 0.001
-    """sigma-bar, the noise that every transition adds to its target along its own direction c (ersac-ell-epi-star)"""
+    """size of the noise that every transition adds to its target along its direction c (ersac-ell-epi-star)"""
     cql_weight: float = 1.0
     """weight of CQL's penalty"""
     iql_expectile: float = 0.7
@@ -100,7 +100,7 @@ class Args:
     batch_size: int = 32
     """transitions in a minibatch"""
     hidden_dim: int = 512
-    """width of the encoder's last layer and of the actor's hidden layer"""
+    """width of the last layer of both encoders"""
     gamma: float = 0.99
     """discount factor in [0, 1)"""
     n_step: int = 10
@@ -244,11 +244,13 @@ class EpinetHeads(nn.Module):
     """Mean and stochastic head, linear in the index z, no gradient from the latter into the features.
     forward(psi [B, H]) -> mu [B, A], sigma_bar [B, A, d_z]"""
 
-    def __init__(self, H, num_actions, index_dim, prior_scale):
+    def __init__(self, hidden_dim, num_actions, index_dim, prior_scale):
         super().__init__()
         self.shape, self.prior_scale, n = (num_actions, index_dim), prior_scale, num_actions * index_dim
-        self.mean = nn.Linear(H, num_actions)
-        self.learnable, self.prior = (nn.Sequential(nn.Linear(H, 50), nn.ReLU(), nn.Linear(50, n)) for _ in range(2))
+        self.mean = nn.Linear(hidden_dim, num_actions)
+        self.learnable, self.prior = (
+            nn.Sequential(nn.Linear(hidden_dim, 50), nn.ReLU(), nn.Linear(50, n)) for _ in range(2)
+        )
         self.prior.requires_grad_(False)
 
     def forward(self, psi):
@@ -314,9 +316,9 @@ def mahalanobis(x, d):
     """Squared distances x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]."""
     x, d = x.double(), d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
-    trace = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace / A, [B, 1, 1]
+    scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * trace + torch.finfo(d.dtype).tiny  # a direction without spread counts for nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # without spread the samples' deviations are 0 and add nothing
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -354,7 +356,7 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), all of the next state (the paper's robust target). [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state (robust target). [B]"""
     return reward + gamma * (1 - terminated) * ((pi * q_star).sum(-1) + alpha * entropy(pi, log_pi))
 
 
@@ -523,13 +525,13 @@ if __name__ == "__main__":
     reward, discount, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
     size, A, env_id = len(action), int(dataset.spec.action_space.n), dataset.spec.env_spec.id
     some = torch.tensor(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
-    data = [size, action.sum().item(), reward.sum().item(), some.sum().item()]  # to notice changes on --resume
+    fingerprint = [size, action.sum().item(), reward.sum().item(), some.sum().item()]  # to notice changes on --resume
     low, high = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     c = F.normalize(torch.randn(size, args.index_dim), dim=-1).to(device)  # each transition's direction, [|D|, d_z]
 
     # critic, target critic, actor with an encoder of its own
-    H, many = args.hidden_dim, algo in ("sac-n", "ersac-ch-n", "ersac-ell-n")
-    ensemble = (args.num_critics, args.prior_scale) if many else (2, 0.0)  # the baselines' clipped double Q
+    H, ours = args.hidden_dim, star or algo in ("sac-n", "ersac-ch-n", "ersac-ell-n")
+    ensemble = (args.num_critics, args.prior_scale) if ours else (2, 0.0)  # the baselines' clipped double Q
     heads = EpinetHeads(H, A, args.index_dim, args.prior_scale) if star else EnsembleHeads(H, A, *ensemble)
     mean, std = some.mean(0), (some - some.mean(0)).square().mean().sqrt().clamp(min=1.0)
     critic = PixelNetwork(heads, H, A, mean, std).to(device)
@@ -556,7 +558,7 @@ if __name__ == "__main__":
     folder = os.path.join(args.output_dir, f"{env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{now}")
     if checkpoint:
         folder, start_update, rows = os.path.normpath(args.resume), checkpoint["update"], checkpoint["rows"]
-        if data != checkpoint["data"]:
+        if fingerprint != checkpoint["data"]:
             sys.exit(f"--resume {folder}: {dataset.spec.dataset_id} has changed since; start a new run.")
         for name, part in (("critic", critic), ("target", target), ("actor", actor)):
             part.load_state_dict(checkpoint[name])
@@ -570,7 +572,7 @@ if __name__ == "__main__":
     track = start_tracking(args, run_name, f"{env_id} {method}")
 
     def save_checkpoint(update):
-        state = {"script": "ersac_atari.py", "run_name": run_name, "data": data, "update": update, "rows": rows}
+        state = {"script": "ersac_atari.py", "run_name": run_name, "data": fingerprint, "update": update, "rows": rows}
         state |= {"args": asdict(replace(args, resume=None)), "cloned": cloned}
         state |= {"critic": critic.state_dict(), "target": target.state_dict(), "actor": actor.state_dict()}
         state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
@@ -579,7 +581,7 @@ if __name__ == "__main__":
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
     started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
-    cloned = checkpoint.get("cloned", True) if checkpoint else args.clone_updates == 0
+    cloned = checkpoint["cloned"] if checkpoint else args.clone_updates == 0
     if not checkpoint:
         save_checkpoint(0)
     stop = []
@@ -606,25 +608,28 @@ if __name__ == "__main__":
                 optimizer.param_groups[0]["lr"] = lr * (1 - (update - 1) / args.total_updates)
         index = torch.randint(size, (args.batch_size,), generator=generator)
         s, s_next = (stack(frames, x[index], first[index]).to(device) for x in (frame, frame + steps))  # [B, 4, 84, 84]
-        a, r, done, gamma = (x[index].to(device) for x in (action, reward, terminated, discount))  # [B]
+        a, r, ended, gamma_n = (x[index].to(device) for x in (action, reward, terminated, discount))  # [B]
         extra = torch.zeros((), device=device)  # what a baseline adds to the critic's loss
 
         # compute target
         with torch.no_grad():
             if algo == "iql":  # no action but the data's is ever asked for
-                y = r + gamma * (1 - done) * critic.value(critic.encoder(s_next))[:, 0]  # [B]
+                y = r + gamma_n * (1 - ended) * critic.value(critic.encoder(s_next))[:, 0]  # [B]
                 q_old = worst_case_box(target(s), None).gather(1, a[:, None])[:, 0]  # Q(s, a) of the targets, [B]
             else:
                 log_pi, log_b = log_policy(s_next)  # [B, A]
                 q_star = worst_case(target(s_next), log_pi.exp())  # [B, A]
-                y = robust_target(r, done, log_pi.exp(), log_pi, q_star, args.alpha, gamma)  # [B]
+                y = robust_target(r, ended, log_pi.exp(), log_pi, q_star, args.alpha, gamma_n)  # [B]
             if algo == "brac-bcq":
-                y = y - gamma * (1 - done) * args.brac_weight * brac_kl(log_pi.exp(), log_pi, log_b)
+                y = y - gamma_n * (1 - ended) * args.brac_weight * brac_kl(log_pi.exp(), log_pi, log_b)
 
         # critic update: mean over the batch, sum over the heads
         psi = critic.encoder(s)  # [B, H]
         output = critic.heads(psi)  # [N, B, A], or mu [B, A] and sigma_bar [B, A, d_z]
-        td = epinet_loss(*output, a, y, c[index], args.noise_scale) if star else critic_loss(output, a, y)  # [.., B]
+        if star:
+            losses = epinet_loss(*output, a, y, c[index], args.noise_scale)  # [B]
+        else:
+            losses = critic_loss(output, a, y)  # [N, B]
         if algo == "cql":
             extra = args.cql_weight * cql_penalty(output, a).mean(-1).sum()
         if algo == "iql":
@@ -632,20 +637,20 @@ if __name__ == "__main__":
         if algo == "brac-bcq":
             logits = critic.behaviour(psi)  # cloned with a small penalty on the logits, [B, A]
             extra = F.cross_entropy(logits, a) + 0.01 * logits.square().mean()
-        q_loss = td.mean(-1).sum() + extra
+        q_loss = losses.mean(-1).sum() + extra
         q_optimizer.zero_grad()
         q_loss.backward()
         q_optimizer.step()
 
         # actor update against the updated critic, once the critic has seen the cloned actor
+        log_pi, log_b = log_policy(s)  # [B, A]
+        pi = log_pi.exp()
         with torch.no_grad():
             psi = critic.encoder(s)  # [B, H]
             output, v = critic.heads(psi), critic.value(psi)[:, 0]
-        log_pi, log_b = log_policy(s)  # [B, A]
-        pi = log_pi.exp()
-        q_star = worst_case(output, pi.detach())  # [B, A]
+            q_star = worst_case(output, pi)  # [B, A]
         pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean()
-        if many or star:  # the baselines have regularisers of their own
+        if ours:  # the baselines have regularisers of their own
             pi_loss = pi_loss + args.bc_coef * F.nll_loss(log_pi, a)
         if algo == "iql":  # clone the data's actions, those better than V(s) more
             weights = (args.iql_beta * (q_old - v)).exp().clamp(max=100)  # [B]
@@ -670,7 +675,7 @@ if __name__ == "__main__":
                 mu = output[0] if star else output.mean(0)  # [B, A]
                 std = output[1].norm(dim=-1) if star else output.std(0, correction=0)  # [B, A]
                 taken, agreement = F.one_hot(a, A).bool(), (pi.argmax(-1) == a).float().mean()  # [B, A], []
-                row = {"losses/critic_loss": td.mean(), "losses/extra": extra, "losses/actor_loss": pi_loss}
+                row = {"losses/critic_loss": losses.mean(), "losses/extra": extra, "losses/actor_loss": pi_loss}
                 row |= {"charts/policy_entropy": entropy(pi, log_pi).mean(), "charts/q_data_actions": mu[taken].mean()}
                 row |= {"charts/q_robust": (pi * q_star).sum(-1).mean(), "charts/agreement": agreement}
                 row |= {"charts/q_gap": (pi * (mu - q_star)).sum(-1).mean()}
@@ -684,7 +689,7 @@ if __name__ == "__main__":
             tick, tick_update = time.time(), update
             if track:
                 track.log(rows[-1], step=update)
-            bar.set_postfix_str(f"critic={td.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
+            bar.set_postfix_str(f"critic={losses.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
         if update % args.checkpoint_interval == 0 or last or stop:
             save_checkpoint(update)
             if stop and not last:
@@ -699,7 +704,8 @@ if __name__ == "__main__":
         envs[0] = make_atari_env(dataset, os.path.join(folder, "video"))
     first_seed = 10**6 * (args.seed + 1) + 10**5
     scores = play(log_policy, envs, args.eval_episodes, first_seed, device, args.eval_epsilon)
-    envs[0].close()
+    for env in envs:
+        env.close()
     with torch.no_grad():
         log_pi, _ = log_policy(stack(frames, frame[:: size // 1000 + 1], first[:: size // 1000 + 1]).to(device))
     result = {"script": "ersac_atari.py", "method": method, "env_id": env_id, "seed": args.seed}

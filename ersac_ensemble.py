@@ -71,7 +71,7 @@ class Args:
     upsilon: float = 0.9
     """share of the critics that the ellipsoid covers, in (0, 1]; box and hull do not use it"""
     num_critics: int = 10
-    """N, the number of critics; the paper's tables have 100, which two cores train ten times slower"""
+    """N, the number of critics; the paper's tables have 100, which take about seven times as long"""
     edac_eta: float = 0.0
     """weight of the ensemble-similarity term; above 0 the method is EDAC"""
     bootstrap: bool = False
@@ -249,9 +249,9 @@ def mahalanobis(x, d):
     """Squared distances x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]."""
     x, d = x.double(), d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
-    trace = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace / A, [B, 1, 1]
+    scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * trace + torch.finfo(d.dtype).tiny  # a direction without spread counts for nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # without spread the samples' deviations are 0 and add nothing
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -298,7 +298,7 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), all of the next state (the paper's robust target). [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state (robust target). [B]"""
     return reward + gamma * (1 - terminated) * ((pi * q_star).sum(-1) + alpha * entropy(pi, log_pi))
 
 
@@ -439,7 +439,7 @@ if __name__ == "__main__":
     obs_mean, obs_std = torch.zeros(obs.shape[1]), torch.ones(obs.shape[1])
     if args.normalize_obs:
         obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
-    obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std  # [|D|, D]
+    obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std  # [|D|, obs_dim]
     known = returns.isfinite()  # transitions whose return was seen to its end
     sizes = returns[known] if known.any() else reward / (1 - args.gamma)  # no episode ended: as if rewards went on
     rms = sizes.square().mean().sqrt().item()
@@ -447,7 +447,8 @@ if __name__ == "__main__":
     reward, returns = reward * reward_scale, returns * reward_scale
     data = [x.to(device) for x in (obs, action, reward, next_obs, terminated)]
     obs_mean, obs_std, size, A = obs_mean.to(device), obs_std.to(device), len(obs), int(dataset.spec.action_space.n)
-    N, (low, high) = args.num_critics, (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
+    low, high = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
+    N = args.num_critics
     weights = torch.poisson(torch.ones(N, size)).byte().to(device) if args.bootstrap else None  # [N, |D|]
 
     # critics, target critics, actor, entropy coefficient
@@ -507,19 +508,19 @@ if __name__ == "__main__":
             for optimizer, lr in ((q_optimizer, args.q_lr), (policy_optimizer, args.policy_lr)):
                 optimizer.param_groups[0]["lr"] = lr * (1 - (update - 1) / args.total_updates)
         index = torch.randint(size, (args.batch_size,), generator=generator).to(device)
-        s, a, r, s_next, done = (x[index] for x in data)  # [B, D], [B], [B], [B, D], [B]
+        s, a, r, s_next, ended = (x[index] for x in data)  # [B, D], [B], [B], [B, D], [B]; ended: terminations only
         alpha = log_alpha.detach().exp()
 
         # compute target: worst case over the target critics' set
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             q_star = worst_case(q_values(target, s_next), log_pi.exp())  # [B, A]
-            y = robust_target(r, done, log_pi.exp(), log_pi, q_star, alpha, args.gamma)  # [B]
+            y = robust_target(r, ended, log_pi.exp(), log_pi, q_star, alpha, args.gamma)  # [B]
 
         # critic update: mean over the batch, sum over the critics
         q = q_values(critic, s)  # [N, B, A]
-        td = critic_loss(q, a, y)  # [N, B]
-        q_loss = (td * weights[:, index] if args.bootstrap else td).mean(1).sum()
+        losses = critic_loss(q, a, y)  # [N, B]
+        q_loss = (losses * weights[:, index] if args.bootstrap else losses).mean(1).sum()
         if args.edac_eta > 0:
             q_loss = q_loss + N * args.edac_eta * ensemble_similarity(q, a).mean()
         q_optimizer.zero_grad()
@@ -552,16 +553,16 @@ if __name__ == "__main__":
                 mu, d = center(q)  # [B, A], [B, A, N]
                 std, taken = d.square().mean(-1).sqrt(), F.one_hot(a, A).bool()  # [B, A]
                 followed = returns[index.cpu()].to(device)
-                q_data, seen = mu[taken], followed.isfinite()
+                q_data, known = mu[taken], followed.isfinite()
                 row = {
-                    "losses/critic_loss": td.mean(),
+                    "losses/critic_loss": losses.mean(),
                     "losses/actor_loss": pi_loss,
                     "charts/alpha": alpha,
                     "charts/policy_entropy": h.mean(),
                     "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
                     "charts/q_data_actions": q_data.mean(),
-                    "charts/q_minus_return": (q_data - followed)[seen].mean(),
+                    "charts/q_minus_return": (q_data - followed)[known].mean(),
                     "charts/std_data_actions": std[taken].mean(),
                     "charts/std_other_actions": std[~taken].mean(),
                     "charts/radius": ellipsoid_radius(d, args.upsilon).mean(),
@@ -574,7 +575,7 @@ if __name__ == "__main__":
             tick, tick_update = time.time(), update
             if track:
                 track.log(rows[-1], step=update)
-            bar.set_postfix_str(f"critic={td.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
+            bar.set_postfix_str(f"critic={losses.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
         if update % args.checkpoint_interval == 0 or last or stop:
             save_checkpoint(update)
             if stop and not last:

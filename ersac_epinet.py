@@ -79,7 +79,7 @@ class Args:
     prior_scale: float = 0.3
     """size of the frozen prior head, the uncertainty where there are no data"""
     noise_scale: float = 0.01
-    """sigma-bar, the noise that every transition adds to its target along its own direction c"""
+    """size of the noise that every transition adds to its target along its own direction c (not the head sigma_bar)"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
     lambda_sigma: float = 0.0
@@ -246,9 +246,9 @@ def mahalanobis(x, d):
     """Squared distances x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]."""
     x, d = x.double(), d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
-    trace = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace / A, [B, 1, 1]
+    scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * trace + torch.finfo(d.dtype).tiny  # a direction without spread counts for nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # without spread the samples' deviations are 0 and add nothing
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -303,7 +303,7 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), all of the next state (the paper's robust target). [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state (robust target). [B]"""
     return reward + gamma * (1 - terminated) * ((pi * q_star).sum(-1) + alpha * entropy(pi, log_pi))
 
 
@@ -446,7 +446,7 @@ if __name__ == "__main__":
     obs_mean, obs_std = torch.zeros(obs.shape[1]), torch.ones(obs.shape[1])
     if args.normalize_obs:
         obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
-    obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std  # [|D|, D]
+    obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std  # [|D|, obs_dim]
     known = returns.isfinite()  # transitions whose return was seen to its end
     sizes = returns[known] if known.any() else reward / (1 - args.gamma)  # no episode ended: as if rewards went on
     rms = sizes.square().mean().sqrt().item()
@@ -515,7 +515,7 @@ if __name__ == "__main__":
             for optimizer, lr in ((q_optimizer, args.q_lr), (policy_optimizer, args.policy_lr)):
                 optimizer.param_groups[0]["lr"] = lr * (1 - (update - 1) / args.total_updates)
         index = torch.randint(size, (args.batch_size,), generator=generator).to(device)
-        s, a, r, s_next, done = (x[index] for x in data)  # [B, D], [B], [B], [B, D], [B]
+        s, a, r, s_next, ended = (x[index] for x in data)  # [B, D], [B], [B], [B, D], [B]; ended: terminations only
         z = None if star else torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
         alpha = log_alpha.detach().exp()
 
@@ -523,15 +523,15 @@ if __name__ == "__main__":
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             q_star = worst_case(target, s_next, log_pi.exp(), z)  # [B, A]
-            y = robust_target(r, done, log_pi.exp(), log_pi, q_star, alpha, args.gamma)  # [B]
+            y = robust_target(r, ended, log_pi.exp(), log_pi, q_star, alpha, args.gamma)  # [B]
 
-        # critic update: expectation over z in closed form, or over the samples; features reach only the mean head
+        # critic update: expectation over z in closed form, or over the samples; sigma_bar does not move the features
         if star:
-            td = epinet_loss(*critic(s), a, y, c[index], args.noise_scale)  # [B]
+            losses = epinet_loss(*critic(s), a, y, c[index], args.noise_scale)  # [B]
         else:
             noisy = y + args.noise_scale * (z @ c[index].T)  # y + noise_scale <c, z>, [N, B]
-            td = (critic.sample(s, z)[:, torch.arange(len(a)), a] - noisy).square().mean(0)  # [B]
-        q_loss = td.mean()
+            losses = (critic.sample(s, z)[:, torch.arange(len(a)), a] - noisy).square().mean(0)  # [B]
+        q_loss = losses.mean()
         for weight, parts in ((args.lambda_mu, (critic.base, critic.mean)), (args.lambda_sigma, (critic.learnable,))):
             if weight > 0:
                 q_loss = q_loss + weight * sum(p.square().sum() for part in parts for p in part.parameters())
@@ -566,16 +566,16 @@ if __name__ == "__main__":
                 std, std_far = (critic.sample(x, probe).std(0) for x in (s, far))  # [B, A]
                 mu, taken = critic(s)[0] if star else critic.sample(s, probe).mean(0), F.one_hot(a, A).bool()  # [B, A]
                 followed = returns[index.cpu()].to(device)
-                q_data, seen = mu[taken], followed.isfinite()
+                q_data, known = mu[taken], followed.isfinite()
                 row = {
-                    "losses/critic_loss": td.mean(),
+                    "losses/critic_loss": losses.mean(),
                     "losses/actor_loss": pi_loss,
                     "charts/alpha": alpha,
                     "charts/policy_entropy": h.mean(),
                     "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
                     "charts/q_data_actions": q_data.mean(),
-                    "charts/q_minus_return": (q_data - followed)[seen].mean(),
+                    "charts/q_minus_return": (q_data - followed)[known].mean(),
                     "charts/std_data_actions": std[taken].mean(),
                     "charts/std_other_actions": std[~taken].mean(),
                     "charts/std_far_states": std_far.mean(),
@@ -588,7 +588,7 @@ if __name__ == "__main__":
             tick, tick_update = time.time(), update
             if track:
                 track.log(rows[-1], step=update)
-            bar.set_postfix_str(f"critic={td.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
+            bar.set_postfix_str(f"critic={losses.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
         if update % args.checkpoint_interval == 0 or last or stop:
             save_checkpoint(update)
             if stop and not last:

@@ -201,9 +201,9 @@ def mahalanobis(x, d):
     """Squared distances x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]."""
     x, d = x.double(), d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
-    trace = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace / A, [B, 1, 1]
+    scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * trace + torch.finfo(d.dtype).tiny  # a direction without spread counts for nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # without spread the samples' deviations are 0 and add nothing
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -246,7 +246,7 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), all of the next state (the paper's robust target). [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state (robust target). [B]"""
     return reward + gamma * (1 - terminated) * ((pi * q_star).sum(-1) + alpha * entropy(pi, log_pi))
 
 
@@ -400,16 +400,21 @@ if __name__ == "__main__":
     # and initial tables whatever the uncertainty set, alone or among the K seeds of --num-seeds.
     behaviour = expectile_value_iteration(P, R, args.expectile_tau, args.gamma).argmax(-1)  # [S]
     size = args.dataset_size * S
-    visits = [collect(P, behaviour, size, args.epsilon, args.reset_prob, np.random.default_rng([k, 0])) for k in seeds]
+    streams = [np.random.default_rng([seed, 0]) for seed in seeds]
+    visits = [collect(P, behaviour, size, args.epsilon, args.reset_prob, rng) for rng in streams]  # K times [S, A, S]
     if args.bootstrap:  # |D| draws with replacement for each critic, counted per (s, a, s')
-        n = [np.random.default_rng([k, 1]).multinomial(size, v.ravel() / size, N) for k, v in zip(seeds, visits)]
+        streams = [np.random.default_rng([seed, 1]) for seed in seeds]
+        resamples = [rng.multinomial(size, v.ravel() / size, N) for rng, v in zip(streams, visits)]
     else:
-        n = [np.tile(v.ravel(), (N, 1)) for v in visits]
-    n = np.stack(n, 1).reshape(N, K, S, A, S)
+        resamples = [np.tile(v.ravel(), (N, 1)) for v in visits]
+    resamples = np.stack(resamples, 1).reshape(N, K, S, A, S)
     M = int((P > 0).sum(-1).max())  # few states can follow (s, a): M candidates m instead of all S
     successor = np.sort(np.argsort(-P, axis=-1, kind="stable")[..., :M])  # [S, A, M]
-    n = torch.tensor(np.take_along_axis(n, successor[None, None], -1)).double()  # [N, K, S, A, M]
-    n = n.permute(4, 0, 1, 2, 3).contiguous()  # [M, N, K, S, A]: how often critic i has seen (s, a, m)
+    count = torch.tensor(np.take_along_axis(resamples, successor[None, None], -1)).double()  # [N, K, S, A, M]
+    count = count.permute(4, 0, 1, 2, 3).contiguous()  # [M, N, K, S, A]: how often critic i has seen (s, a, m)
+    n = count.sum(0)  # [N, K, S, A]: how often critic i has seen (s, a)
+    critic_weight = count / n.clamp(min=1)  # [M, N, K, S, A]: what each successor weighs in the mean target
+    critic_step = 1 - (1 - args.q_lr) ** n  # n steps of size q_lr in one; 0 where there is no data
     reward = torch.tensor(np.take_along_axis(R, successor, -1)).permute(2, 0, 1)  # [M, S, A]
     successor = torch.tensor(successor).permute(2, 0, 1)  # [M, S, A]
     visits = torch.tensor(np.stack(visits))  # [K, S, A, S]
@@ -417,7 +422,7 @@ if __name__ == "__main__":
     state_weight = visits.sum((-1, -2)) / size  # [K, S]: how likely a state is to be drawn from the data
 
     # critics, target critics, actor
-    q = np.stack([np.random.default_rng([k, 2]).uniform(*args.prior, (N, S, A)) for k in seeds], 1)
+    q = np.stack([np.random.default_rng([seed, 2]).uniform(*args.prior, (N, S, A)) for seed in seeds], 1)
     q = torch.tensor(q)  # [N, K, S, A]
     q_target = q.clone()
     logits = torch.zeros(K, S, A, dtype=torch.float64, requires_grad=True)
@@ -425,9 +430,6 @@ if __name__ == "__main__":
     optimizer = torch.optim.Adam([logits], lr=args.policy_lr, eps=1e-30)
     ellipsoid = partial(worst_case_ellipsoid, upsilon=args.upsilon)
     worst_case = {"box": worst_case_box, "hull": worst_case_hull, "ellipsoid": ellipsoid}[args.uncertainty_set]
-    critic_weight = n / n.sum(0).clamp(min=1)  # [M, N, K, S, A]: what each successor weighs in the mean target
-    n = n.sum(0)  # [N, K, S, A]: how often critic i has seen (s, a)
-    critic_step = 1 - (1 - args.q_lr) ** n  # n steps of size q_lr in one; 0 where there is no data
 
     # returns are measured against random and optimal play
     optimal = expectile_value_iteration(P, R, 0.5, args.gamma).argmax(-1)
@@ -436,14 +438,14 @@ if __name__ == "__main__":
 
     # run folders, one a seed, new or as the checkpoint left them
     now, start_update, rows = int(time.time()), 0, [[] for _ in seeds]
-    folders = [os.path.join(args.output_dir, f"{args.env_id}__{args.exp_name}__{k}__{now}") for k in seeds]
+    folders = [os.path.join(args.output_dir, f"{args.env_id}__{args.exp_name}__{seed}__{now}") for seed in seeds]
     if checkpoint:
         folders, start_update, rows = [os.path.normpath(args.resume)], checkpoint["update"], [checkpoint["rows"]]
         q, q_target = (checkpoint[name].view(N, 1, S, A).clone() for name in ("q", "q_target"))
         logits.data.copy_(checkpoint["logits"])
         optimizer.state[logits] = checkpoint["adam"]
-    for folder, k, history in zip(folders, seeds, rows):
-        open_run_folder(folder, replace(args, seed=k, num_seeds=1), history)
+    for folder, seed, history in zip(folders, seeds, rows):
+        open_run_folder(folder, replace(args, seed=seed, num_seeds=1), history)
     args.track = args.track and not args.eval_only
     run_names = [checkpoint["run_name"]] if checkpoint else [os.path.basename(folder) for folder in folders]
     tracks = [start_tracking(args, name, f"{args.env_id} {method}") for name in run_names]
@@ -548,12 +550,9 @@ if __name__ == "__main__":
         result = {"script": "ersac_tabular.py", "method": method, "env_id": args.env_id, "seed": seed}
         result |= {"dataset_id": None, "updates": args.total_updates, "updates_per_second": speed}
         result |= {"eval_return_mean": exact.mean(), "monte_carlo_return": episodes.mean()}
-        result |= {
-            "eval_return_std": episodes.std(),
-            "eval_episodes": args.eval_episodes,
-            "random_return": v_random.mean(),
-        }
-        result |= {"reference_return": v_optimal.mean()} | {name: score[k] for name, score in scores.items()}
+        result |= {"eval_return_std": episodes.std(), "eval_episodes": args.eval_episodes}
+        result |= {"random_return": v_random.mean(), "reference_return": v_optimal.mean()}
+        result |= {name: score[k] for name, score in scores.items()}
         result |= {"behaviour_normalized_return": 100 * (v_behaviour - v_random).mean() / (v_optimal - v_random).mean()}
         result |= {"policy_entropy": (h[k] * state_weight[k]).sum().item()}
         result |= {"lower_bound_rate": (robust_v[k].numpy() <= soft_v[k] + 1e-9).mean()}

@@ -261,19 +261,19 @@ def targets(roll, outcomes, actor, critic, tau, args):
         return w, q, rho, (pi * q).sum(-1)
 
     w, q, rho, v = values(roll["obs"])
-    t, e = np.indices(v.shape)
-    a, b = (roll[key].clip(max=w.shape[-1] - 1) for key in ("chosen", "executed"))
+    t, i = np.indices(v.shape)  # step and environment
+    a, b = (roll[key].clip(max=w.shape[-1] - 1) for key in ("chosen", "executed"))  # the neutral start has one column
     done, decay = roll["terminated"] | roll["truncated"], 0.97 * args.gamma
     # what may come next, [T, E] or [T, E, N_s]; bootstrapping stops at terminations, never at truncations
     next_obs, reward, terminated = outcomes or (roll["next_obs"], roll["reward"], roll["terminated"])
-    z = args.reward_scale * reward + args.gamma * ~terminated * values(next_obs)[-1]
+    outcome = args.reward_scale * reward + args.gamma * ~terminated * values(next_obs)[-1]
     if outcomes:  # resample: the critic scores chosen actions, by the expectile over the outcomes
-        y, rho = risk_weights(z, 1 / z.shape[-1], tau)
-        G = traces(y - q[t, e, a], decay * np.minimum(rho[..., 0], 1), done)
-        return q[t, e, a] + G, q[t, e, a] - v + G
-    rho = rho[t, e, a, b]  # action-noise: the critic scores executed actions by their mean, the expectile is over them
-    G = traces(z - w[t, e, b], decay * np.minimum(np.roll(rho, -1, 0), 1), done)
-    return w[t, e, b] + G, q[t, e, a] - v + rho * G
+        y, rho = risk_weights(outcome, 1 / outcome.shape[-1], tau)  # the first outcome is the one that happened
+        G = traces(y - q[t, i, a], decay * np.minimum(rho[..., 0], 1), done)
+        return q[t, i, a] + G, q[t, i, a] - v + G
+    rho = rho[t, i, a, b]  # action-noise: the critic scores executed actions by their mean, the expectile is over them
+    G = traces(outcome - w[t, i, b], decay * np.minimum(np.roll(rho, -1, 0), 1), done)  # rho of the next step
+    return w[t, i, b] + G, q[t, i, a] - v + rho * G
 
 
 # ===== Policy training
@@ -491,9 +491,9 @@ if __name__ == "__main__":
         ("epsilon random_fraction", lambda x: 0 <= x <= 1, "at least 0 and at most 1"),
         ("gamma", lambda x: x is None or 0 <= x < 1, "at least 0 and below 1"),
     ):
-        for flag in flags.split():
-            if not ok(getattr(args, flag)):
-                sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: it must be {rule}.")
+        for name in flags.split():
+            if not ok(getattr(args, name)):
+                sys.exit(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {rule}.")
     try:
         tempfile.TemporaryFile(dir=get_dataset_path()).close()
     except OSError as error:
@@ -596,12 +596,12 @@ if __name__ == "__main__":
         torch.manual_seed(args.seed)
         actor, critic = network(D, A, args.hidden_dim, 0.01), network(D, 1 + A, args.hidden_dim, 1.0)
         critic[-1].weight.data[1:] = 0.0
-        epsilon, step, steps = 0.0, args.policy_lr, args.start_steps
+        epsilon, lr, steps = 0.0, args.policy_lr, args.start_steps
         if tau:
-            epsilon, step, steps = args.epsilon, 0.5 * args.policy_lr, args.finish_steps
+            epsilon, lr, steps = args.epsilon, 0.5 * args.policy_lr, args.finish_steps
             actor.load_state_dict(policies[None]["actor"])
             critic.load_state_dict(policies[None]["critic"])
-        optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], step, eps=1e-5)
+        optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr, eps=1e-5)
         generator, recent, first, score = torch.Generator().manual_seed(args.seed), [], 0, -math.inf
         sims, twin = [Simulator(args.env_id) for _ in range(16)], behaviour_env(args.env_id)
         places = [(torch.randint(2**31, (1,), generator=generator).item(), ()) for _ in sims]
@@ -621,7 +621,7 @@ if __name__ == "__main__":
             outcomes = resample(twin, roll, args.num_resamples, epsilon, rng) if resampling else None
 
             # compute the expectile targets, update value function and policy; a new tau trains the value function first
-            optimizer.param_groups[0]["lr"] = step * (1 - i % per_round / per_round)
+            optimizer.param_groups[0]["lr"] = lr * (1 - i % per_round / per_round)
             metrics = update(roll, outcomes, actor, critic, optimizer, tau, not tau or i >= 8, generator, args)
 
             recent = (recent + finished)[-100:]
