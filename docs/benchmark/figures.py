@@ -268,7 +268,7 @@ def learning(args):
     fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.6))
     for name, colour, label in (
         ("lunarlander_epinet.csv", BLUE, "Epinet"),
-        ("lunarlander_ensemble.csv", ORANGE, "ten critics, the paper's form"),
+        ("lunarlander_ensemble.csv", ORANGE, "ten critics"),
     ):
         run = read(name)
         axes[0].plot(run["update"], run["eval/return"], color=colour, lw=1.3, label=label)
@@ -282,7 +282,7 @@ def learning(args):
         ax.tick_params(labelsize=7)
     axes[1].set_ylim(0, None)
     axes[2].axhline(0, color=GREY, ls=":", lw=1)
-    axes[0].legend(fontsize=7)
+    axes[0].legend(fontsize=7, loc="center right")
     fig.savefig(f"{args.out}/lunarlander_learning.png")
 
 
