@@ -108,6 +108,51 @@ def test_report_on_a_small_csv(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
 
 
+def test_report_of_networks_on_a_small_csv(tmp_path):
+    """Grid, differences, slices and mixed data: only rows with the grid's arguments count, paired by seed."""
+    scores = {  # method, tau, flags: returns of seeds 100, 101, ...
+        ("SAC-N", 0.5, ""): (10.0, 30.0, 20.0),
+        ("SAC-N", 0.9, ""): (50.0, 70.0),
+        ("Ell_0.9-N", 0.5, ""): (25.0, 35.0, 15.0),
+        ("Ell_0.9-N", 0.5, "--upsilon 0.5"): (99.0,),
+        ("Ell-Epi", 0.5, "--batch-size 128 --total-updates 10000"): (5.0, 7.0),
+        ("BC", 0.5, ""): (80.0, 90.0),
+    }
+    columns = "method,env_id,dataset_size,expectile_tau,seed,flags,dataset_id,normalized_return,best_return"
+    lines = [f"{columns},eval_return_mean,random_return,reference_return,training_entropy"]
+    for (method, tau, flags), values in scores.items():
+        for seed, value in enumerate(values, 100):
+            row = [method, "LunarLander-v3", 100_000, tau, seed, flags, "ersac/lunarlander/x-v0", value]
+            lines.append(",".join(map(str, [*row, value + 4, value, 0, 100, 0.25])))
+    mixed = ["SAC-N", "LunarLander-v3", "", "", 100, "", "my/mix-v0", 33.0, 40, 33, 0, 100, 0.5]
+    (tmp_path / "gym.csv").write_text("\n".join([*lines, ",".join(map(str, mixed))]) + "\n")
+    made = report.tables(tmp_path)
+
+    def line(name, *start):
+        (found,) = [x for x in made[name].splitlines() if x.startswith("| " + " | ".join(start))]
+        return [x.strip() for x in found.strip("|").split("|")], made[name].splitlines()[0]
+
+    cells, header = line("gym_detailed", "LunarLander-v3", "100,000", "0.5")
+    assert header == "| environment | transitions | τ | SAC-N | Ell_0.9-N | Ell-Epi | BC | seeds |"
+    half = stats.t.ppf(0.95, 2) * 10 / np.sqrt(3)
+    assert cells[3] == f"20.0 ± {half:.1f} (98)" and cells[4].startswith("25.0 ± ") and cells[-1] == "2/3"
+    assert cells[6].startswith("**85.0 ±") and cells[5].startswith("<u>6.0 ±")
+    cells, _ = line("gym_differences", "LunarLander-v3", "100,000", "0.5")
+    gain = np.array([15.0, 5.0, -5.0])
+    assert cells[4] == f"5.0 ± {stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3):.1f} (2 of 3)"
+    cells, _ = line("gym_aggregated", "LunarLander-v3", "100,000")  # seeds that have both taus: 100 and 101
+    assert cells[2] == "0.5, 0.9" and cells[3].removeprefix("<u>").startswith("40 ± 63")
+    cells, _ = line("gym_slices", "LunarLander-v3", "100,000", "0.5", "Ell_0.9-N")
+    assert cells[4:] == ["`--upsilon 0.5`", "99.0", "25.0", "0.25", "1"]
+    assert line("gym_mixed", "`my/mix-v0`")[0][1] == "33.0 (1)"
+    assert line("gym_last_and_best", "LunarLander-v3", "100,000", "0.9", "SAC-N")[0][-1] == "4.0 ± 0.0"
+    (tmp_path / "page.md").write_text("<!-- table: gym_mixed -->\nold\n<!-- end -->\n")
+    command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "page.md rewritten\n"
+    assert (tmp_path / "page.md").read_text() == f"<!-- table: gym_mixed -->\n{made['gym_mixed']}\n<!-- end -->\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+
+
 def test_best_and_worst_are_marked_by_the_papers_rule():
     columns = [np.array([x - 1.0, x, x + 1.0]) for x in (50.0, 52.4, 51.2)]
     assert report.marked(columns) == ["<u>50 ± 2</u>", "**52 ± 2**", "51 ± 2"]
