@@ -119,12 +119,12 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
         ("BC", 0.5, ""): (80.0, 90.0),
     }
     columns = "method,env_id,dataset_size,expectile_tau,seed,flags,dataset_id,normalized_return,best_return"
-    lines = [f"{columns},eval_return_mean,random_return,reference_return,training_entropy"]
+    lines = [f"{columns},eval_return_mean,random_return,reference_return,training_entropy,seconds"]
     for (method, tau, flags), values in scores.items():
         for seed, value in enumerate(values, 100):
             row = [method, "LunarLander-v3", 100_000, tau, seed, flags, "ersac/lunarlander/x-v0", value]
-            lines.append(",".join(map(str, [*row, value + 4, value, 0, 100, 0.25])))
-    mixed = ["SAC-N", "LunarLander-v3", "", "", 100, "", "my/mix-v0", 33.0, 40, 33, 0, 100, 0.5]
+            lines.append(",".join(map(str, [*row, value + 4, value, 0, 100, 0.25, 120])))
+    mixed = ["SAC-N", "LunarLander-v3", "", "", 100, "", "my/mix-v0", 33.0, 40, 33, 0, 100, 0.5, 60]
     (tmp_path / "gym.csv").write_text("\n".join([*lines, ",".join(map(str, mixed))]) + "\n")
     made = report.tables(tmp_path)
 
@@ -146,6 +146,7 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
     assert cells[4:] == ["`--upsilon 0.5`", "99.0", "25.0", "0.25", "1"]
     assert line("gym_mixed", "`my/mix-v0`")[0][1] == "33.0 (1)"
     assert line("gym_last_and_best", "LunarLander-v3", "100,000", "0.9", "SAC-N")[0][-1] == "4.0 ± 0.0"
+    assert line("gym_missing", "LunarLander-v3", "SAC-N")[0][2:] == ["5", "22", "2.0", "0.7"]
     (tmp_path / "page.md").write_text("<!-- table: gym_mixed -->\nold\n<!-- end -->\n")
     command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "page.md rewritten\n"

@@ -8,6 +8,7 @@ The paper's own numbers are in docs/benchmark/paper_*.csv.
 """
 
 import csv
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -251,6 +252,7 @@ def tuning(rows):
     return markdown(["changed from the defaults", "MDP", *METHODS.values()], table)
 
 
+PAPERS = ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi", "Ell-Epi*")  # the paper's five methods with networks
 GYM = ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "Ell-Epi", "Ell-Epi*", "BC")
 
 
@@ -339,7 +341,17 @@ def slices(rows):
         line = [interval(per_seed(x, "normalized_return"), 1) if x else "" for x in (chosen, usual)]
         spread = [r["training_entropy"] for r in chosen if r["training_entropy"] not in ("", None)]
         line.append(f"{np.mean(spread):.2f}" if spread else "")
-        table.append([key[0], f"{key[1]:,}", key[2], key[4].replace("*", "\\*"), f"`{key[3]}`", *line, len(seeds)])
+        table.append(
+            [
+                key[0],
+                f"{key[1]:,}",
+                key[2],
+                key[4].replace("*", "\\*"),
+                f"`{key[3]}`" if key[3] else "the defaults",
+                *line,
+                len(seeds),
+            ]
+        )
     header = ["environment", "transitions", "τ", "method", "arguments", "return", "return in the grid, same seeds"]
     return markdown([*header, "entropy in training", "seeds"], table)
 
@@ -395,6 +407,33 @@ def gym_tuning(rows):
         table.append([*line, f"{r['normalized_return']:.1f}", f"{r['eval_return_mean']:.0f}", best])
     header = ["method", "data set", "seed", "arguments", "normalised return", "return"]
     return markdown([*header, "best evaluation on the way"], table)
+
+
+def gym_missing(rows):
+    """What the paper's grid still lacks with three seeds, and the time that it would take: runs times the mean of the
+    same method's finished runs in the same environment."""
+    rows, _ = grid_rows(rows)
+    table = []
+    for env in ("CartPole-v1", "LunarLander-v3"):
+        for m in (*PAPERS, "BC"):
+            done = [r for r in rows if (r["env_id"], r["method"]) == (env, m)]
+            have = {(r["dataset_size"], r["expectile_tau"], r["seed"]) for r in done if r["seed"] < 103}
+            minutes = np.mean([r["seconds"] for r in done]) / 60 if done else math.nan
+            table.append([env, m.replace("*", "\\*"), len(have), 27 - len(have), f"{minutes:.1f}"])
+            table[-1].append(f"{(27 - len(have)) * minutes / 60:.1f}")
+    return markdown(["environment", "method", "runs here", "missing", "minutes a run", "hours of one core"], table)
+
+
+def gym_tried(rows):
+    """How many settings each method was tried with on seeds below 100: the budget behind its defaults."""
+    table = []
+    for m in GYM:
+        chosen = [r for r in rows if r["method"] == m]
+        if chosen:
+            settings = {r["flags"] for r in chosen}
+            data = {r["dataset_id"] for r in chosen}
+            table.append([m.replace("*", "\\*"), len(settings), len(data), len(chosen)])
+    return markdown(["method", "settings", "data sets", "runs"], table)
 
 
 def charges(rows):
@@ -495,14 +534,15 @@ def tables(folder):
         made["gym_detailed"] = gym(networks, GYM, load(DOCS / "benchmark" / "paper_gym.csv"))
         pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N"), ("Ell-Epi*", "Ell-Epi")]
         made["gym_differences"] = paired(networks, pairs)
-        made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in GYM if m != "BC"])
+        made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in PAPERS])
         made["gym_aggregated"] = gym_aggregated(networks, load(DOCS / "benchmark" / "paper_gym.csv"))
+        made["gym_missing"] = gym_missing(networks)
         made["gym_by_tau"], made["gym_slices"] = gym_by_tau(networks), slices(networks)
         made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
         if any(r["dataset_size"] == "" for r in networks):
             made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
     if tried := load(folder / "gym_tuning.csv"):
-        made["gym_tuning"] = gym_tuning(tried)
+        made["gym_tuning"], made["gym_tried"] = gym_tuning(tried), gym_tried(tried)
     if charged := load(folder / "charges.csv"):
         made["sets_charges"] = charges(charged)
     if watched := load(folder / "soak.csv"):
