@@ -263,7 +263,7 @@ def grid_flags(row):
     if row["method"] in ("BC", "Ell-Epi*"):
         return ""
     if row["method"] == "Ell-Epi":
-        return f"--batch-size 128 --total-updates {2000 if cartpole else 10000}"
+        return "--batch-size 128 --total-updates 10000"
     return "--total-updates 2000" if cartpole else "--total-updates 10000" if few else ""
 
 
