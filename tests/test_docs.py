@@ -215,7 +215,7 @@ def test_every_command_of_the_docs_runs(tmp_path, datasets):
     shutil.copytree(datasets / "test" / "cartpole-v0", tmp_path / "minari" / "my" / "minari-dataset-v0")
     found = dict.fromkeys((script, rest.strip()) for page in PAGES for script, rest in commands(page))
     order = sorted(found, key=lambda command: "record_atari" not in command[0])  # the recording is used by others
-    ran = 0
+    ran, failed = 0, []
     for script, rest in order:
         words = shlex.split(rest)
         if script == "ersac_atari.py" and ("--env-id" in words or "my/images-v0" in words) or "--resume" in words:
@@ -224,6 +224,6 @@ def test_every_command_of_the_docs_runs(tmp_path, datasets):
         cut += f" {TRAINING}" if script.startswith("gen") and {"--retrain", "Acrobot-v1"} & {*words} else ""
         command = [sys.executable, script, *words, *cut.split()]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, (" ".join(command), done.stderr[-1000:])
+        failed += [(" ".join(command[1:]), done.stderr[-600:])] if done.returncode else []
         ran += 1
-    assert ran > 30
+    assert not failed and ran > 30, failed

@@ -9,6 +9,7 @@ import ast
 import csv
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,8 @@ if __name__ == "__main__":
     table, curves, usual = [], [], defaults()
     for folder in sorted(Path(args.runs).glob("*__*"), key=lambda path: path.name.split("__")[-1]):
         given = json.loads((folder / "args.json").read_text())
-        if given["dataset_id"] is None or not (folder / "metrics.csv").read_text():
-            continue
+        if given.get("dataset_id") is None or "algo" not in given or not (folder / "metrics.csv").read_text():
+            continue  # another script's, a download's, or stopped before its first evaluation
         with open(folder / "metrics.csv", newline="") as f:
             rows = list(csv.DictReader(f))
         own = {k: v for k, v in given.items() if k in usual and k not in OWN and v != usual[k]}
@@ -69,5 +70,7 @@ if __name__ == "__main__":
         for row in rows:
             curves.append(run | {k: row.get(k, "") for k in ("update", "eval/return", "charts/policy_entropy")})
             curves[-1] |= {k: row.get(k, "") for k in ("charts/q_data_actions", "charts/q_gap", "charts/agreement")}
+    if not table:
+        sys.exit(f"--runs {args.runs}: no run of ersac_atari.py with a --dataset-id is there.")
     write(args.out, table)
     write(args.out.removesuffix(".csv") + "_curves.csv", curves)
