@@ -340,9 +340,12 @@ def gym(args):
     for i, (method, (colour, marker)) in enumerate(METHODS.items()):
         y = per_seed(mixed, "normalized_return", method=method)
         axes[2].plot([i] * len(y), y, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
-        axes[2].plot([i], [y.mean()], marker, color=colour, ms=6, label=method)
+        if len(y):
+            axes[2].plot([i], [y.mean()], marker, color=colour, ms=6)
     axes[2].set(title="100,000 of mixed quality", xticks=range(len(METHODS)), xlim=(-0.7, len(METHODS) - 0.3))
-    axes[2].set_xticklabels(METHODS, rotation=60, fontsize=7)
+    axes[2].set_xticklabels(METHODS, rotation=60, fontsize=8)
+    for label, (colour, _) in zip(axes[2].get_xticklabels(), METHODS.values()):  # they are the legend of all panels
+        label.set_color(colour)
     axes[0].set_ylabel("normalised return, last policy")
     for ax in axes:
         ax.axhline(100, color=GREY, lw=0.8, ls=":")

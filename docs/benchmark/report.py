@@ -387,13 +387,18 @@ def mixed(rows):
 
 
 def front(rows):
-    """The README's few lines: near-expert data and data of mixed quality, LunarLander, 100,000 transitions."""
-    methods = ("BC", "SAC-N", "Ell_0.9-N", "Ell-Epi*")
+    """The README's few lines: LunarLander by the size of the data, mean over the risk levels that were run, and on
+    data of mixed quality; in brackets the number of seeds that have all of it."""
+    methods = ("BC", "SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")
+    grid, _ = grid_rows(rows)
+    grid = [r for r in grid if r["env_id"] == "LunarLander-v3" and r["expectile_tau"] in (0.5, 0.9)]
     table = []
-    for name, label in (("tau50", "near-expert"), ("tau50-early50", "half near-expert, half early")):
-        where = {"dataset_id": f"ersac/lunarlander/{name}-100k-v0", "flags": ""}
-        columns = [per_seed(rows, "normalized_return", method=m, **where) for m in methods]
-        table.append([label, *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
+    for size in (1000, 10_000, 100_000):
+        columns = [complete(grid, "expectile_tau", dataset_size=size, method=m) for m in methods]
+        table.append([f"{size:,}, near-expert", *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
+    mixed = [r for r in rows if r["dataset_id"].endswith("tau50-early50-100k-v0") and r["flags"] == grid_flags(r)]
+    columns = [per_seed(mixed, "normalized_return", method=m) for m in methods]
+    table.append(["100,000, of mixed quality", *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
     return markdown(["data", *(m.replace("*", "\\*") for m in methods)], table)
 
 
