@@ -356,19 +356,18 @@ def gym(args):
 
 
 def entropy(args):
-    """Policy entropy in training: one alpha for all in CartPole and LunarLander, and one target entropy."""
+    """Policy entropy in training on LunarLander: one alpha, little and much data; and one target entropy."""
     rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
     panels = {
-        "CartPole, 10,000, α = 0.003": ("ersac/cartpole/tau50-10k-v0", None),
+        "LunarLander, 1000, α = 0.003": ("ersac/lunarlander/tau50-1k-v0", None),
         "LunarLander, 100,000, α = 0.003": ("ersac/lunarlander/tau50-100k-v0", None),
         "LunarLander, 100,000, α learned": ("ersac/lunarlander/tau50-100k-v0", "--autotune --total-updates 10000"),
     }
     fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.8))
     for ax, (title, (data, flags)) in zip(axes, panels.items()):
         size = int(data.split("-")[-2].removesuffix("k")) * 1000
-        env = "CartPole-v1" if "cartpole" in data else "LunarLander-v3"
         for method, (colour, _) in METHODS.items():
-            usual = grid_flags({"method": method, "env_id": env, "dataset_size": size})
+            usual = grid_flags({"method": method, "env_id": "LunarLander-v3", "dataset_size": size})
             chosen = [r for r in rows if (r["method"], r["dataset_id"]) == (method, data)]
             chosen = [r for r in chosen if r["flags"] == (usual if flags is None else flags) and r["seed"] >= 100]
             updates = sorted({r["update"] for r in chosen})
