@@ -183,7 +183,7 @@ def curves(args):
         ax.set_title(title, fontsize=9)
         ax.set_xlabel("update")
     axes[1].set_yscale("log")
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=8, loc="lower right", ncols=3, columnspacing=1, handlelength=1)
     fig.savefig(f"{args.out}/tabular_curves.png")
 
 
@@ -259,7 +259,7 @@ def epinet(args):
         right.axvspan(low, high, color="black", alpha=0.07, lw=0)
         right.text((low + high) / 2, 1.7, text, ha="center", fontsize=7)
     right.set(xlabel="state (shaded: number of data points)", ylim=(0, 1.8))
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.62))
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.77))
     fig.savefig(f"{args.out}/epinet_std.png")
 
 
@@ -381,8 +381,9 @@ def entropy(args):
         ax.set_xlabel("update", fontsize=8)
         ax.tick_params(labelsize=7)
         ax.set_ylim(0, None)
+    axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])  # room for the legend
     axes[0].set_ylabel("policy entropy, nats")
-    axes[1].legend(fontsize=7)
+    axes[0].legend(fontsize=7, loc="upper right", ncols=2, columnspacing=1, handlelength=1)
     fig.savefig(f"{args.out}/gym_entropy.png")
 
 

@@ -216,14 +216,14 @@ def picture(tables):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 5, figsize=(13, 5.2), layout="constrained")
+    figure, axes = plt.subplots(2, 5, figsize=(8, 4.4), layout="constrained")
     for row, env_id in zip(axes, ENVS):
         mean = {
             tau: np.mean([t.sum(0) / t.sum() for key, t in tables.items() if (key[0], key[2]) == (env_id, tau)], 0)
             for tau in TAUS
         }
         (_, low_x, high_x), (_, low_y, high_y) = CELLS[env_id]
-        panels = [(f"tau = {tau}", mean[tau]) for tau in sorted(TAUS)]
+        panels = [(f"τ = {tau}", mean[tau]) for tau in sorted(TAUS)]
         panels += [(f"{tau} minus 0.5", mean[tau] - mean[0.5]) for tau in (0.1, 0.9)]
         top = max(panel.max() for _, panel in panels[:3])
         change = max(np.abs(panel).max() for _, panel in panels[3:])
@@ -235,13 +235,13 @@ def picture(tables):
                 else dict(cmap="viridis", vmin=0, vmax=top)
             )
             image = axis.imshow(panel.T, origin="lower", aspect="auto", extent=extent, **limits)
-            axis.set_title(f"{env_id.split('-')[0]}, {title}", fontsize=9)
+            axis.set_title(f"{env_id.split('-')[0]}\n{title}", fontsize=8.5)
             axis.set_xlabel(AXES[env_id][0], fontsize=8)
             axis.tick_params(labelsize=7)
         row[0].set_ylabel(AXES[env_id][1], fontsize=8)
-        figure.colorbar(image, ax=row[-1])
+        figure.colorbar(image, ax=row[-1]).ax.tick_params(labelsize=7)
     (ROOT / "docs/figures").mkdir(exist_ok=True)
-    figure.savefig(ROOT / "docs/figures/gen_visitation.png", dpi=110, metadata={"Software": None})
+    figure.savefig(ROOT / "docs/figures/gen_visitation.png", dpi=160, metadata={"Software": None})
 
 
 def write_tables(parts):
