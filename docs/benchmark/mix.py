@@ -32,14 +32,8 @@ class Args:
 
 def episodes(folder, dataset_id, *flags):
     """Make one half in a Minari folder of its own and read it. Returns its episodes and metadata."""
-    command = [
-        sys.executable,
-        str(ROOT / "gen_expectile_data.py"),
-        "--env-id",
-        "LunarLander-v3",
-        "--output-dir",
-        folder,
-    ]
+    command = [sys.executable, str(ROOT / "gen_expectile_data.py"), "--env-id", "LunarLander-v3", *flags]
+    command += ["--output-dir", folder]
     environment = os.environ | {"MINARI_DATASETS_PATH": folder, "OMP_NUM_THREADS": "1"}
     if subprocess.run(command, env=environment).returncode:
         sys.exit("gen_expectile_data.py could not make one half; the lines above say why.")
