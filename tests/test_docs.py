@@ -193,7 +193,7 @@ CUT = {
     "ersac_atari.py": f"{FEW} --clone-updates 1 --batch-size 4",
     "gen_expectile_data.py": "--dataset-size 500 --eval-episodes 2",
     "docs/benchmark/clone.py": "--total-updates 2 --eval-episodes 1 --dataset-size 1000",
-    "docs/benchmark/collect_atari.py": "",
+    "docs/benchmark/collect_atari.py": "--out short_pong.csv",  # the figures need the finished runs
     "docs/benchmark/epinet_toy.py": "--seeds 1 --counts 1 3",
     "docs/benchmark/gen_report.py": "--report-only",
     "docs/benchmark/mix.py": "--dataset-size 2000",
