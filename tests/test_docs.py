@@ -124,6 +124,20 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
         for seed, value in enumerate(values, 100):
             row = [method, "LunarLander-v3", 100_000, tau, seed, flags, "ersac/lunarlander/x-v0", value]
             lines.append(",".join(map(str, [*row, value + 4, value, 0, 100, 0.25, 120])))
+    little = {"": (1.0, 3.0), " --upsilon 0.5": (10.0,), " --num-critics 3": (20.0,), " --upsilon 0.5 --seed 1": (0.0,)}
+    for flags, values in little.items():  # the cell in which upsilon and N were dialled
+        for seed, value in enumerate(values, 100):
+            row = [
+                "Ell_0.9-N",
+                "LunarLander-v3",
+                1000,
+                0.5,
+                seed,
+                f"--total-updates 10000{flags}",
+                "ersac/x/y-v0",
+                value,
+            ]
+            lines.append(",".join(map(str, [*row, value, value, 0, 100, 0.25, 120])))
     mixed = ["SAC-N", "LunarLander-v3", "", "", 100, "", "my/mix-v0", 33.0, 40, 33, 0, 100, 0.5, 60]
     (tmp_path / "gym.csv").write_text("\n".join([*lines, ",".join(map(str, mixed))]) + "\n")
     made = report.tables(tmp_path)
@@ -144,6 +158,14 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
     assert cells[2] == "0.5, 0.9" and cells[3].removeprefix("<u>").startswith("40 ± 63")
     cells, _ = line("gym_slices", "LunarLander-v3", "100,000", "0.5", "Ell_0.9-N")
     assert cells[4:] == ["`--upsilon 0.5`", "99.0", "25.0", "0.25", "1"]
+    half = stats.t.ppf(0.95, 1) * np.sqrt(2) / np.sqrt(2)
+    assert made["gym_upsilon"].splitlines() == [
+        "| υ | Ell-N |",
+        "| --- | --- |",
+        "| 0.5 | 10 (1) |",
+        f"| 0.9 | 2 ± {half:.0f} (2) |",
+    ]
+    assert line("gym_critics", "3")[0] == ["3", "20 (1)"] and line("gym_critics", "10")[0][1] == f"2 ± {half:.0f} (2)"
     assert line("gym_mixed", "`my/mix-v0`")[0][1] == "33.0 (1)"
     assert line("gym_last_and_best", "LunarLander-v3", "100,000", "0.9", "SAC-N")[0][-1] == "4.0 ± 0.0"
     assert line("gym_missing", "LunarLander-v3", "SAC-N")[0][2:] == ["5", "22", "2.0", "0.7"]

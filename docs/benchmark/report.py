@@ -258,8 +258,8 @@ GYM = ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "Ell-Epi", "Ell-Epi*", "BC
 
 def grid_flags(row):
     """The arguments of a run of the grid beside the scripts' defaults, for the sake of time: fewer updates of the
-    ensemble on CartPole and with at most 10,000 transitions, and of the sampled Epinet, with smaller minibatches."""
-    cartpole, few = row["env_id"] == "CartPole-v1", row["dataset_size"] in (1000, 10_000)
+    ensemble on CartPole and with 1000 transitions, and of the sampled Epinet, with smaller minibatches."""
+    cartpole, few = row["env_id"] == "CartPole-v1", row["dataset_size"] == 1000
     if row["method"] in ("BC", "Ell-Epi*"):
         return ""
     if row["method"] == "Ell-Epi":
@@ -330,10 +330,12 @@ def training_entropy(rows):
 
 def slices(rows):
     """Runs with one setting changed, on our own data sets: returns and entropies, beside those of the grid where the
-    same seeds have them."""
+    same seeds have them. Those with another upsilon or N in the cell of dial() are in tables of their own."""
     table = []
     grid, _ = grid_rows(rows)
     changed = [r for r in rows if r["dataset_size"] != "" and r["flags"] != grid_flags(r)]
+    own = re.compile("--upsilon|--num-critics")
+    changed = [r for r in changed if cell(r) != tuple(LITTLE.values()) or not own.search(r["flags"])]
     for key in sorted({(*cell(r), r["flags"], r["method"]) for r in changed}):
         chosen = [r for r in changed if (*cell(r), r["flags"], r["method"]) == key]
         seeds = {r["seed"] for r in chosen}
@@ -354,6 +356,34 @@ def slices(rows):
         )
     header = ["environment", "transitions", "τ", "method", "arguments", "return", "return in the grid, same seeds"]
     return markdown([*header, "entropy in training", "seeds"], table)
+
+
+def dialled(rows, argument, usual, **where):
+    """Rows of one cell of the grid in which this argument alone was changed, and those of the grid with its usual
+    value; the value is in the column "dial". Methods that were never run with another value are left out."""
+    found = []
+    for r in rows:
+        base, given = grid_flags(r), r["flags"].split(f"{argument} ")
+        if all(r[k] == v for k, v in where.items()) and given[0].strip() == base and len(given) < 3:
+            value = number(given[1]) if len(given) == 2 else usual
+            found += [r | {"dial": value}] if isinstance(value, int | float) else []
+    changed = {r["method"] for r in found if r["dial"] != usual}
+    return [r for r in found if r["method"] in changed]
+
+
+LITTLE = {"env_id": "LunarLander-v3", "dataset_size": 1000, "expectile_tau": 0.5}  # where the sets differ most
+
+
+def dial(rows, argument, usual, name):
+    """Return against one argument, a row for each of its values; in brackets the number of seeds."""
+    rows = dialled(rows, argument, usual, **LITTLE)
+    methods = [m for m in GYM if any(r["method"] == m for r in rows)]
+    table = []
+    for value in sorted({r["dial"] for r in rows}):
+        columns = [per_seed(rows, "normalized_return", dial=value, method=m) for m in methods]
+        table.append([value, *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
+    header = [m.replace("*", "\\*") for m in methods]
+    return markdown([name, *(m.replace("_0.9", "") if name == "υ" else m for m in header)], table)
 
 
 def last_and_best(rows):
@@ -543,6 +573,8 @@ def tables(folder):
         made["gym_aggregated"] = gym_aggregated(networks, load(DOCS / "benchmark" / "paper_gym.csv"))
         made["gym_missing"] = gym_missing(networks)
         made["gym_by_tau"], made["gym_slices"] = gym_by_tau(networks), slices(networks)
+        made["gym_upsilon"] = dial(networks, "--upsilon", 0.9, "υ")
+        made["gym_critics"] = dial(networks, "--num-critics", 10, "N")
         made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
         if any(r["dataset_size"] == "" for r in networks):
             made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
