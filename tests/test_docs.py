@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import itertools
 import os
 import re
 import shlex
@@ -115,7 +116,7 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
         ("SAC-N", 0.9, ""): (50.0, 70.0),
         ("Ell_0.9-N", 0.5, ""): (25.0, 35.0, 15.0),
         ("Ell_0.9-N", 0.5, "--upsilon 0.5"): (99.0,),
-        ("Ell-Epi", 0.5, "--batch-size 128 --total-updates 10000"): (5.0, 7.0),
+        ("Ell-Epi", 0.5, ""): (5.0, 7.0),
         ("BC", 0.5, ""): (80.0, 90.0),
     }
     columns = "method,env_id,dataset_size,expectile_tau,seed,flags,dataset_id,normalized_return,best_return"
@@ -124,20 +125,17 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
         for seed, value in enumerate(values, 100):
             row = [method, "LunarLander-v3", 100_000, tau, seed, flags, "ersac/lunarlander/x-v0", value]
             lines.append(",".join(map(str, [*row, value + 4, value, 0, 100, 0.25, 120])))
-    little = {"": (1.0, 3.0), " --upsilon 0.5": (10.0,), " --num-critics 3": (20.0,), " --upsilon 0.5 --seed 1": (0.0,)}
+    little = {"": (1.0, 3.0), "--upsilon 0.5": (10.0,), "--num-critics 3": (20.0,), "--upsilon 0.5 --alpha 1": (0.0,)}
     for flags, values in little.items():  # the cell in which upsilon and N were dialled
         for seed, value in enumerate(values, 100):
-            row = [
-                "Ell_0.9-N",
-                "LunarLander-v3",
-                1000,
-                0.5,
-                seed,
-                f"--total-updates 10000{flags}",
-                "ersac/x/y-v0",
-                value,
-            ]
+            row = ["Ell_0.9-N", "LunarLander-v3", 1000, 0.5, seed, flags, "ersac/x/y-v0", value]
             lines.append(",".join(map(str, [*row, value, value, 0, 100, 0.25, 120])))
+    for method, flags in itertools.product(("SAC-N", "CH-N", "Ell_0.9-N"), ("", "--total-updates 10000")):
+        for seed in (100, 101):  # a cell with both schedules; the last run is missing, so that seed 100 alone counts
+            value = {"SAC-N": 5, "CH-N": 8, "Ell_0.9-N": 11}[method] * (2 if flags else 1) + 40 * (seed - 100)
+            row = [method, "LunarLander-v3", 10_000, 0.9, seed, flags, "ersac/x/z-v0", value]
+            lines.append(",".join(map(str, [*row, value, value, 0, 100, 0.25, 120])))
+    lines.pop()
     mixed = ["SAC-N", "LunarLander-v3", "", "", 100, "", "my/mix-v0", 33.0, 40, 33, 0, 100, 0.5, 60]
     (tmp_path / "gym.csv").write_text("\n".join([*lines, ",".join(map(str, mixed))]) + "\n")
     made = report.tables(tmp_path)
@@ -147,10 +145,10 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
         return [x.strip() for x in found.strip("|").split("|")], made[name].splitlines()[0]
 
     cells, header = line("gym_detailed", "LunarLander-v3", "100,000", "0.5")
-    assert header == "| environment | transitions | τ | SAC-N | Ell_0.9-N | Ell-Epi | BC | seeds |"
+    assert header == "| environment | transitions | τ | SAC-N | CH-N | Ell_0.9-N | Ell-Epi | BC | seeds |"
     half = stats.t.ppf(0.95, 2) * 10 / np.sqrt(3)
-    assert cells[3] == f"20.0 ± {half:.1f} (98)" and cells[4].startswith("25.0 ± ") and cells[-1] == "2/3"
-    assert cells[6].startswith("**85.0 ±") and cells[5].startswith("<u>6.0 ±")
+    assert cells[3] == f"20.0 ± {half:.1f} (98)" and cells[5].startswith("25.0 ± ") and cells[-1] == "2/3"
+    assert cells[7].startswith("**85.0 ±") and cells[6].startswith("<u>6.0 ±")
     cells, _ = line("gym_differences", "LunarLander-v3", "100,000", "0.5")
     gain = np.array([15.0, 5.0, -5.0])
     assert cells[4] == f"5.0 ± {stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3):.1f} (2 of 3)"
@@ -166,9 +164,11 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
         f"| 0.9 | 2 ± {half:.0f} (2) |",
     ]
     assert line("gym_critics", "3")[0] == ["3", "20 (1)"] and line("gym_critics", "10")[0][1] == f"2 ± {half:.0f} (2)"
+    assert line("gym_schedule", "10,000", "0.9", "10,000")[0][3:] == ["10", "16", "22", "6", "12", "1"]
+    assert line("gym_schedule", "10,000", "0.9", "20,000")[0][3:] == ["5", "8", "11", "3", "6", "1"]
     assert line("gym_mixed", "`my/mix-v0`")[0][1] == "33.0 (1)"
     assert line("gym_last_and_best", "LunarLander-v3", "100,000", "0.9", "SAC-N")[0][-1] == "4.0 ± 0.0"
-    assert line("gym_missing", "LunarLander-v3", "SAC-N")[0][2:] == ["5", "22", "2.0", "0.7"]
+    assert line("gym_missing", "LunarLander-v3", "SAC-N")[0][2:] == ["7", "20", "2.0", "0.7"]
     (tmp_path / "page.md").write_text("<!-- table: gym_mixed -->\nold\n<!-- end -->\n")
     command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "page.md rewritten\n"

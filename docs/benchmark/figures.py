@@ -387,6 +387,26 @@ def entropy(args):
     fig.savefig(f"{args.out}/gym_entropy.png")
 
 
+def schedules(args):
+    """LunarLander with 1000 transitions: return while learning with half the updates and with all of them."""
+    rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
+    rows = [r for r in rows if r["dataset_id"] == "ersac/lunarlander/tau50-1k-v0" and r["seed"] >= 100]
+    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True, width_ratios=(1, 2))
+    for ax, flags, title in ((axes[0], "--total-updates 10000", "10,000 updates"), (axes[1], "", "20,000 updates")):
+        for method in ("SAC-N", "CH-N", "Ell_0.9-N"):
+            colour, _ = METHODS[method]
+            chosen = [r for r in rows if (r["method"], r["flags"]) == (method, flags)]
+            updates = sorted({r["update"] for r in chosen})
+            y = [[r["eval/return"] for r in chosen if r["update"] == u] for u in updates]
+            ax.plot(updates, [np.mean(x) for x in y], color=colour, lw=1.4, label=method)
+            ax.fill_between(updates, [min(x) for x in y], [max(x) for x in y], color=colour, alpha=0.15, lw=0)
+        ax.set(title=f"{title}, step sizes fall to 0", xlabel="update")
+        ax.title.set_fontsize(8.5)
+    axes[0].set_ylabel("return, ten episodes")
+    axes[1].legend(fontsize=7, loc="lower right")
+    fig.savefig(f"{args.out}/gym_schedules.png")
+
+
 def critics(args):
     """Return against the number of critics at 10x; 100 are in the paper's grid. Mean over the three taus."""
     fewer = load(ROOT / "docs" / "benchmark" / "tabular_critics.csv")
@@ -441,7 +461,7 @@ def dials(args):
 
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
 FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
-FIGURES |= {"dials": dials, "pong": pong}
+FIGURES |= {"dials": dials, "schedules": schedules, "pong": pong}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):

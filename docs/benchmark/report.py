@@ -258,13 +258,10 @@ GYM = ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "Ell-Epi", "Ell-Epi*", "BC
 
 def grid_flags(row):
     """The arguments of a run of the grid beside the scripts' defaults, for the sake of time: fewer updates of the
-    ensemble on CartPole and with 1000 transitions, and of the sampled Epinet, with smaller minibatches."""
-    cartpole, few = row["env_id"] == "CartPole-v1", row["dataset_size"] == 1000
-    if row["method"] in ("BC", "Ell-Epi*"):
+    ensemble and of the sampled Epinet on CartPole, the latter with smaller minibatches."""
+    if row["method"] in ("BC", "Ell-Epi*") or row["env_id"] != "CartPole-v1":
         return ""
-    if row["method"] == "Ell-Epi":
-        return "--batch-size 128 --total-updates 10000"
-    return "--total-updates 2000" if cartpole else "--total-updates 10000" if few else ""
+    return "--batch-size 128 --total-updates 10000" if row["method"] == "Ell-Epi" else "--total-updates 2000"
 
 
 def grid_rows(rows):
@@ -371,7 +368,7 @@ def dialled(rows, argument, usual, **where):
     return [r for r in found if r["method"] in changed]
 
 
-LITTLE = {"env_id": "LunarLander-v3", "dataset_size": 1000, "expectile_tau": 0.5}  # where the sets differ most
+LITTLE = {"env_id": "LunarLander-v3", "dataset_size": 1000, "expectile_tau": 0.5}  # few data, so that the sets matter
 
 
 def dial(rows, argument, usual, name):
@@ -384,6 +381,24 @@ def dial(rows, argument, usual, name):
         table.append([value, *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
     header = [m.replace("*", "\\*") for m in methods]
     return markdown([name, *(m.replace("_0.9", "") if name == "υ" else m for m in header)], table)
+
+
+def schedule(rows):
+    """Where the ensemble was also run with half the updates, and step sizes that fall twice as fast: returns with both,
+    on the seeds that have all of them, and the differences to the box, paired by seed."""
+    methods, half, table = ("SAC-N", "CH-N", "Ell_0.9-N"), "--total-updates 10000", []
+    rows = [r for r in rows if r["env_id"] == "LunarLander-v3" and r["dataset_size"] != "" and r["method"] in methods]
+    for key in sorted({cell(r) for r in rows if r["flags"] == half}):
+        scores = {}  # (flags, method): {seed: return}
+        for r in rows:
+            if cell(r) == key:
+                scores.setdefault((r["flags"], r["method"]), {})[r["seed"]] = r["normalized_return"]
+        seeds = sorted(set.intersection(*(set(scores.get((f, m), {})) for f in (half, "") for m in methods)))
+        for flags, updates in ((half, "10,000"), ("", "20,000")) if seeds else ():
+            box, hull, ell = (np.array([scores[flags, m][s] for s in seeds]) for m in methods)
+            line = [interval(x) for x in (box, hull, ell, hull - box, ell - box)]
+            table.append([f"{key[1]:,}", key[2], updates, *line, len(seeds)])
+    return markdown(["transitions", "τ", "updates", *methods, "CH-N − SAC-N", "Ell_0.9-N − SAC-N", "seeds"], table)
 
 
 def last_and_best(rows):
@@ -573,6 +588,7 @@ def tables(folder):
         made["gym_aggregated"] = gym_aggregated(networks, load(DOCS / "benchmark" / "paper_gym.csv"))
         made["gym_missing"] = gym_missing(networks)
         made["gym_by_tau"], made["gym_slices"] = gym_by_tau(networks), slices(networks)
+        made["gym_schedule"] = schedule(networks)
         made["gym_upsilon"] = dial(networks, "--upsilon", 0.9, "υ")
         made["gym_critics"] = dial(networks, "--num-critics", 10, "N")
         made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
