@@ -400,7 +400,7 @@ def schedules(args):
             y = [[r["eval/return"] for r in chosen if r["update"] == u] for u in updates]
             ax.plot(updates, [np.mean(x) for x in y], color=colour, lw=1.4, label=method)
             ax.fill_between(updates, [min(x) for x in y], [max(x) for x in y], color=colour, alpha=0.15, lw=0)
-        ax.set(title=f"{title}, step sizes fall to 0", xlabel="update")
+        ax.set(title=f"{title}, step sizes fall to 0", xlabel="update", xticks=range(0, max(updates) + 1, 5000))
         ax.title.set_fontsize(8.5)
     axes[0].set_ylabel("return, ten episodes")
     axes[1].legend(fontsize=7, loc="lower right")
