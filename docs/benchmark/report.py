@@ -330,20 +330,22 @@ def slices(rows):
     same seeds have them. Those with another upsilon or N in the cell of dial() are in tables of their own."""
     table = []
     grid, _ = grid_rows(rows)
-    changed = [r for r in rows if r["dataset_size"] != "" and r["flags"] != grid_flags(r)]
+    changed = [r for r in rows if r["flags"] != grid_flags(r)]
     own = re.compile("--upsilon|--num-critics")
     changed = [r for r in changed if cell(r) != tuple(LITTLE.values()) or not own.search(r["flags"])]
-    for key in sorted({(*cell(r), r["flags"], r["method"]) for r in changed}):
+    keys = {(*cell(r), r["flags"], r["method"]) for r in changed}
+    for key in sorted(keys, key=lambda key: (key[0], key[1] or math.inf, *key[2:])):  # mixed data have no size: last
         chosen = [r for r in changed if (*cell(r), r["flags"], r["method"]) == key]
         seeds = {r["seed"] for r in chosen}
-        usual = [r for r in grid if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
+        grid_or_mixed = grid if key[1] else [r for r in rows if r["flags"] == grid_flags(r)]
+        usual = [r for r in grid_or_mixed if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
         line = [interval(per_seed(x, "normalized_return"), 1) if x else "" for x in (chosen, usual)]
         spread = [r["training_entropy"] for r in chosen if r["training_entropy"] not in ("", None)]
         line.append(f"{np.mean(spread):.2f}" if spread else "")
         table.append(
             [
                 key[0],
-                f"{key[1]:,}",
+                f"{key[1]:,}" if key[1] else "mixed",
                 key[2],
                 key[4].replace("*", "\\*"),
                 f"`{key[3]}`" if key[3] else "the defaults",
@@ -351,7 +353,7 @@ def slices(rows):
                 len(seeds),
             ]
         )
-    header = ["environment", "transitions", "τ", "method", "arguments", "return", "return in the grid, same seeds"]
+    header = ["environment", "transitions", "τ", "method", "arguments", "return", "return in the grid"]
     return markdown([*header, "entropy in training", "seeds"], table)
 
 
