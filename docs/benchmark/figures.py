@@ -25,7 +25,7 @@ from scipy.spatial import ConvexHull
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
-from report import LITTLE, dialled, grid_flags, grid_rows, load, per_seed  # noqa: E402
+from report import by_upsilon, grid_flags, grid_rows, load, per_seed  # noqa: E402
 
 from ersac_tabular import center, ellipsoid_radius, worst_case_box, worst_case_ellipsoid, worst_case_hull  # noqa: E402
 
@@ -430,38 +430,27 @@ def critics(args):
     fig.savefig(f"{args.out}/tabular_critics.png")
 
 
-def dials(args):
-    """LunarLander with 1000 transitions: return against upsilon and against the number of critics, every seed."""
-    rows = load(ROOT / "docs" / "benchmark" / "gym.csv")
-    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True)
-    for ax, argument, usual, label in (
-        (axes[0], "--upsilon", 0.9, "share of the critics in the set, υ"),
-        (axes[1], "--num-critics", 10, "critics N"),
-    ):
-        found = dialled(rows, argument, usual, **LITTLE)
-        for i, (method, (colour, marker)) in enumerate(METHODS.items()):
-            chosen = [r for r in found if r["method"] == method]
-            if not chosen:
-                continue
-            values = np.array(sorted({r["dial"] for r in chosen}))
-            x = values + 0.012 * (i - 3) if argument == "--upsilon" else values * 1.05 ** (i - 1)
-            y = [per_seed(chosen, "normalized_return", dial=v) for v in values]
-            for position, seeds in zip(x, y):
-                ax.plot([position] * len(seeds), seeds, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
-            name = method.replace("_0.9", "") if argument == "--upsilon" else method
-            ax.plot(x, [seeds.mean() for seeds in y], color=colour, lw=1.2, marker=marker, ms=4.5, label=name)
-        ax.axhline(0, color=GREY, lw=0.8, ls=":")
-        ax.set_xlabel(label)
-        ax.legend(fontsize=7)
-    axes[1].set(xscale="log", xticks=(3, 10, 30), xticklabels=(3, 10, 30))
-    axes[1].minorticks_off()
-    axes[0].set_ylabel("normalised return")
-    fig.savefig(f"{args.out}/gym_dials.png")
+def gym_upsilon(args):
+    """LunarLander with 1000 neutral transitions: return against upsilon, every seed and their mean."""
+    rows = by_upsilon(load(ROOT / "docs" / "benchmark" / "gym.csv"))
+    fig, ax = plt.subplots(figsize=(5, 2.8))
+    for i, method in enumerate(dict.fromkeys(r["method"] for r in rows)):
+        colour, marker = METHODS[method]
+        values = np.array(sorted({r["upsilon"] for r in rows if r["method"] == method}))
+        y = [per_seed(rows, "normalized_return", method=method, upsilon=v) for v in values]
+        for value, seeds in zip(values, y):
+            ax.plot([value + 0.006 * i] * len(seeds), seeds, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
+        name, mean = method.replace("_0.9", ""), [seeds.mean() for seeds in y]
+        ax.plot(values + 0.006 * i, mean, color=colour, lw=1.2, marker=marker, ms=4.5, label=name)
+    ax.axhline(0, color=GREY, lw=0.8, ls=":")
+    ax.set(xlabel="share of the samples in the set, υ", ylabel="normalised return")
+    ax.legend(fontsize=7)
+    fig.savefig(f"{args.out}/gym_upsilon.png")
 
 
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
 FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
-FIGURES |= {"dials": dials, "schedules": schedules, "pong": pong}
+FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "pong": pong}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):

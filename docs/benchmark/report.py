@@ -327,12 +327,14 @@ def training_entropy(rows):
 
 def slices(rows):
     """Runs with one setting changed, on our own data sets: returns and entropies, beside those of the grid where the
-    same seeds have them. Those with another upsilon or N in the cell of dial() are in tables of their own."""
+    same seeds have them. Those with another upsilon alone, with little data, are in a table of their own."""
     table = []
     grid, _ = grid_rows(rows)
     changed = [r for r in rows if r["flags"] != grid_flags(r)]
-    own = re.compile("--upsilon|--num-critics")
-    changed = [r for r in changed if cell(r) != tuple(LITTLE.values()) or not own.search(r["flags"])]
+    own = [(r["method"], r["seed"], r["flags"]) for r in by_upsilon(rows)]
+    changed = [
+        r for r in changed if cell(r) != tuple(LITTLE.values()) or (r["method"], r["seed"], r["flags"]) not in own
+    ]
     keys = {(*cell(r), r["flags"], r["method"]) for r in changed}
     for key in sorted(keys, key=lambda key: (key[0], key[1] or math.inf, *key[2:])):  # mixed data have no size: last
         chosen = [r for r in changed if (*cell(r), r["flags"], r["method"]) == key]
@@ -357,32 +359,31 @@ def slices(rows):
     return markdown([*header, "entropy in training", "seeds"], table)
 
 
-def dialled(rows, argument, usual, **where):
-    """Rows of one cell of the grid in which this argument alone was changed, and those of the grid with its usual
-    value; the value is in the column "dial". Methods that were never run with another value are left out."""
-    found = []
-    for r in rows:
-        base, given = grid_flags(r), r["flags"].split(f"{argument} ")
-        if all(r[k] == v for k, v in where.items()) and given[0].strip() == base and len(given) < 3:
-            value = number(given[1]) if len(given) == 2 else usual
-            found += [r | {"dial": value}] if isinstance(value, int | float) else []
-    changed = {r["method"] for r in found if r["dial"] != usual}
-    return [r for r in found if r["method"] in changed]
-
-
 LITTLE = {"env_id": "LunarLander-v3", "dataset_size": 1000, "expectile_tau": 0.5}  # few data, so that the sets matter
 
 
-def dial(rows, argument, usual, name):
-    """Return against one argument, a row for each of its values; in brackets the number of seeds."""
-    rows = dialled(rows, argument, usual, **LITTLE)
+def by_upsilon(rows):
+    """Rows of that cell in which upsilon alone differs from the grid, and the grid's own, which have 0.9; the value is
+    in the column "upsilon". Methods that were never run with another one are left out."""
+    found = []
+    for r in rows:
+        flags, *value = r["flags"].split("--upsilon ")
+        if all(r[k] == v for k, v in LITTLE.items()) and flags.strip() == grid_flags(r):
+            found.append(r | {"upsilon": number(value[0]) if value else 0.9})
+    found = [r for r in found if isinstance(r["upsilon"], int | float)]  # no other argument behind it
+    changed = {r["method"] for r in found if r["upsilon"] != 0.9}
+    return [r for r in found if r["method"] in changed]
+
+
+def gym_upsilon(rows):
+    """Return against upsilon; in brackets the number of seeds."""
+    rows = by_upsilon(rows)
     methods = [m for m in GYM if any(r["method"] == m for r in rows)]
     table = []
-    for value in sorted({r["dial"] for r in rows}):
-        columns = [per_seed(rows, "normalized_return", dial=value, method=m) for m in methods]
+    for value in sorted({r["upsilon"] for r in rows}):
+        columns = [per_seed(rows, "normalized_return", upsilon=value, method=m) for m in methods]
         table.append([value, *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
-    header = [m.replace("*", "\\*") for m in methods]
-    return markdown([name, *(m.replace("_0.9", "") if name == "υ" else m for m in header)], table)
+    return markdown(["υ", *(m.replace("*", "\\*").replace("_0.9", "") for m in methods)], table)
 
 
 def schedule(rows):
@@ -591,8 +592,8 @@ def tables(folder):
         made["gym_missing"] = gym_missing(networks)
         made["gym_by_tau"], made["gym_slices"] = gym_by_tau(networks), slices(networks)
         made["gym_schedule"] = schedule(networks)
-        made["gym_upsilon"] = dial(networks, "--upsilon", 0.9, "υ")
-        made["gym_critics"] = dial(networks, "--num-critics", 10, "N")
+        if by_upsilon(networks):
+            made["gym_upsilon"] = gym_upsilon(networks)
         made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
         if any(r["dataset_size"] == "" for r in networks):
             made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
