@@ -355,6 +355,14 @@ def gym(args):
     fig.savefig(f"{args.out}/gym.png")
 
 
+def mean_and_range(ax, rows, column, colour, label):
+    """A column of the learning curves against the update: mean over the seeds, shaded from lowest to highest."""
+    updates = sorted({r["update"] for r in rows})
+    y = [[r[column] for r in rows if r["update"] == u] for u in updates]
+    ax.plot(updates, [np.mean(x) for x in y], color=colour, lw=1.3, label=label)
+    ax.fill_between(updates, [min(x) for x in y], [max(x) for x in y], color=colour, alpha=0.15, lw=0)
+
+
 def entropy(args):
     """Policy entropy in training on LunarLander: one alpha, little and much data; and one target entropy."""
     rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
@@ -370,11 +378,8 @@ def entropy(args):
             usual = grid_flags({"method": method, "env_id": "LunarLander-v3", "dataset_size": size})
             chosen = [r for r in rows if (r["method"], r["dataset_id"]) == (method, data)]
             chosen = [r for r in chosen if r["flags"] == (usual if flags is None else flags) and r["seed"] >= 100]
-            updates = sorted({r["update"] for r in chosen})
-            y = [[r["charts/policy_entropy"] for r in chosen if r["update"] == u] for u in updates]
-            if y:
-                ax.plot(updates, [np.mean(x) for x in y], color=colour, lw=1.3, label=method)
-                ax.fill_between(updates, [min(x) for x in y], [max(x) for x in y], color=colour, alpha=0.15, lw=0)
+            if chosen:
+                mean_and_range(ax, chosen, "charts/policy_entropy", colour, method)
         if flags:
             ax.axhline(0.3 * np.log(4), color=GREY, lw=0.8, ls=":")
         ax.set_title(title, fontsize=8.5)
@@ -396,11 +401,9 @@ def schedules(args):
         for method in ("SAC-N", "CH-N", "Ell_0.9-N"):
             colour, _ = METHODS[method]
             chosen = [r for r in rows if (r["method"], r["flags"]) == (method, flags)]
-            updates = sorted({r["update"] for r in chosen})
-            y = [[r["eval/return"] for r in chosen if r["update"] == u] for u in updates]
-            ax.plot(updates, [np.mean(x) for x in y], color=colour, lw=1.4, label=method)
-            ax.fill_between(updates, [min(x) for x in y], [max(x) for x in y], color=colour, alpha=0.15, lw=0)
-        ax.set(title=f"{title}, step sizes fall to 0", xlabel="update", xticks=range(0, max(updates) + 1, 5000))
+            mean_and_range(ax, chosen, "eval/return", colour, method)
+        ax.set(title=f"{title}, step sizes fall to 0", xlabel="update")
+        ax.xaxis.set_major_locator(plt.MultipleLocator(5000))
         ax.title.set_fontsize(8.5)
     axes[0].set_ylabel("return, ten episodes")
     axes[1].legend(fontsize=7, loc="lower right")

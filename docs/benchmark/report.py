@@ -329,18 +329,13 @@ def slices(rows):
     """Runs with one setting changed, on our own data sets: returns and entropies, beside those of the grid where the
     same seeds have them. Those with another upsilon alone, with little data, are in a table of their own."""
     table = []
-    grid, _ = grid_rows(rows)
-    changed = [r for r in rows if r["flags"] != grid_flags(r)]
-    own = [(r["method"], r["seed"], r["flags"]) for r in by_upsilon(rows)]
-    changed = [
-        r for r in changed if cell(r) != tuple(LITTLE.values()) or (r["method"], r["seed"], r["flags"]) not in own
-    ]
+    grid, changed = ([r for r in rows if (r["flags"] == grid_flags(r)) == same] for same in (True, False))
     keys = {(*cell(r), r["flags"], r["method"]) for r in changed}
+    keys -= {(*cell(r), r["flags"], r["method"]) for r in by_upsilon(rows)}
     for key in sorted(keys, key=lambda key: (key[0], key[1] or math.inf, *key[2:])):  # mixed data have no size: last
         chosen = [r for r in changed if (*cell(r), r["flags"], r["method"]) == key]
         seeds = {r["seed"] for r in chosen}
-        grid_or_mixed = grid if key[1] else [r for r in rows if r["flags"] == grid_flags(r)]
-        usual = [r for r in grid_or_mixed if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
+        usual = [r for r in grid if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
         line = [interval(per_seed(x, "normalized_return"), 1) if x else "" for x in (chosen, usual)]
         spread = [r["training_entropy"] for r in chosen if r["training_entropy"] not in ("", None)]
         line.append(f"{np.mean(spread):.2f}" if spread else "")
