@@ -1,7 +1,9 @@
-"""Running a script inside the test process: many small runs without paying for an interpreter each."""
+"""What the tests share: scripts run inside the test process, what a run folder holds, and small data sets."""
 
+import copy
 import csv
 import json
+import math
 import os
 import runpy
 import signal
@@ -22,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """run("ersac_tabular", "--seed", 3) -> exit code, output, run folders (in a temporary folder), variables."""
+    """run("ersac_tabular", "--seed", 3) -> exit code, output, run folders (in a temporary folder), the script's
+    variables, and states: copies of all that it gave to torch.save, the first checkpoint (update 0) first."""
 
     def call(script, *arguments):
         monkeypatch.chdir(tmp_path)
@@ -31,6 +34,8 @@ def run(monkeypatch, capsys, tmp_path):
         handler, threads, code, names = signal.getsignal(signal.SIGINT), torch.get_num_threads(), 0, {}
         torch.set_num_threads(1)
         capsys.readouterr()
+        states, save = [], torch.save
+        monkeypatch.setattr(torch, "save", lambda state, file: (states.append(copy.deepcopy(state)), save(state, file)))
         try:
             names = runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
         except SystemExit as stop:
@@ -39,11 +44,12 @@ def run(monkeypatch, capsys, tmp_path):
                 print(code, file=sys.stderr)
                 code = 1
         finally:
+            monkeypatch.setattr(torch, "save", save)
             signal.signal(signal.SIGINT, handler)
             torch.set_num_threads(threads)
         out, err = capsys.readouterr()
         folders = sorted(set(tmp_path.glob("runs/*")) - before)
-        return SimpleNamespace(code=code or 0, out=out, err=err, folders=folders, names=names)
+        return SimpleNamespace(code=code or 0, out=out, err=err, folders=folders, names=names, states=states)
 
     return call
 
@@ -104,9 +110,86 @@ def lander_episodes(count):
     return episodes
 
 
+def plain_data(dataset_id, gamma, return_scale=10.0, normalize_obs=True):
+    """A data set as the network scripts read it, written anew in float64 with a loop over transitions: s, a, r, s_next,
+    terminated, returns (NaN where the episode was cut), and the numbers that scaled them: mean, std, scale."""
+    columns = {name: [] for name in ("s", "a", "r", "s_next", "terminated", "returns")}
+    for episode in minari.load_dataset(dataset_id).iterate_episodes():
+        T = len(episode.actions)
+        for t in range(T):
+            columns["s"].append(episode.observations[t])
+            columns["a"].append(episode.actions[t])
+            columns["r"].append(episode.rewards[t])
+            columns["s_next"].append(episode.observations[t + 1])
+            columns["terminated"].append(episode.terminations[t])
+            follow = sum(gamma ** (k - t) * episode.rewards[k] for k in range(t, T))
+            columns["returns"].append(follow if episode.terminations[T - 1] else math.nan)
+    data = SimpleNamespace(**{name: torch.tensor(np.array(x, np.float64)) for name, x in columns.items()})
+    data.a = data.a.long()
+    data.mean, data.std, data.scale = torch.zeros(data.s.shape[1]), torch.ones(data.s.shape[1]), 1.0
+    if normalize_obs:
+        data.mean = data.s.mean(0)
+        data.std = ((data.s - data.mean) ** 2).mean(0).sqrt().clamp(min=1e-3)
+    if return_scale is not None:
+        seen = [x for x in data.returns.tolist() if not math.isnan(x)]
+        data.scale = return_scale / math.sqrt(sum(x * x for x in seen) / len(seen))
+    data.s, data.s_next = (data.s - data.mean) / data.std, (data.s_next - data.mean) / data.std
+    data.r, data.returns = data.r * data.scale, data.returns * data.scale
+    return data
+
+
+class Chain(gym.Env):
+    """Eight places in a row, for the oracles: four actions, both kinds of ending, rewards far from unit size. Action 0
+    goes left, 1 right, 2 waits, 3 jumps up to three places either way. The right end ends an episode with 30, the left
+    one with -20, ten steps truncate it. Of the five observations one is noise and one is constant."""
+
+    observation_space = gym.spaces.Box(-10, 10, (5,), np.float32)
+    action_space = gym.spaces.Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.integers(1, 7))
+        return self.observe(), {}
+
+    def observe(self):
+        x = self.place / 7
+        return np.array([x, 3 * x * x, self.np_random.normal(), 0.5, 2.0 * (self.place > 3)], np.float32)
+
+    def step(self, action):
+        jump = int(self.np_random.integers(-3, 4))
+        self.place = int(np.clip(self.place + (-1, 1, 0, jump)[action], 0, 7))
+        reward = -4.0 if action == 3 else -1.0
+        if self.place in (0, 7):
+            reward += 30.0 if self.place == 7 else -20.0
+        return self.observe(), reward, self.place in (0, 7), False, {}
+
+
+if "test/Chain-v0" not in gym.registry:
+    gym.register("test/Chain-v0", "conftest:Chain", max_episode_steps=10)
+
+
+def chain_episodes(steps, seed):
+    """Random play on the chain, exactly `steps` transitions: terminations, truncations, the last episode is cut."""
+    env, rng, episodes = gym.make("test/Chain-v0"), np.random.default_rng(seed), []
+    while steps > 0:
+        obs, done = env.reset(seed=int(rng.integers(2**31)))[0], False
+        episode = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
+        episode["observations"].append(obs)
+        while not done and steps > 0:
+            action = int(rng.integers(4))
+            obs, reward, terminated, truncated, _ = env.step(action)
+            steps -= 1
+            done = terminated or truncated
+            for name, value in zip(episode, (obs, action, reward, terminated, truncated or (steps == 0 and not done))):
+                episode[name].append(value)
+        episodes.append(episode)
+    return episodes
+
+
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory):
-    """A folder of small Minari data sets: test/cartpole-v0 and some that the scripts must refuse."""
+    """A folder of small Minari data sets: test/cartpole-v0, two of the chain (small for the oracles, large enough to
+    learn from), and some that the scripts must refuse."""
     folder = tmp_path_factory.mktemp("minari")
     before = os.environ.get("MINARI_DATASETS_PATH")
     os.environ["MINARI_DATASETS_PATH"] = str(folder)
@@ -121,6 +204,9 @@ def datasets(tmp_path_factory):
     store("test/cartpole-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
     store("ersac/cartpole/tau50-3k-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
     store("test/lander-v0", lander_episodes(8), gym.make("LunarLander-v3"), ref_min_score=-200.0, ref_max_score=260.0)
+    chain = gym.make("test/Chain-v0")
+    store("test/chain-v0", chain_episodes(203, 0), chain, ref_min_score=-14.0, ref_max_score=25.0)
+    store("test/chain-large-v0", chain_episodes(3000, 1), chain, ref_min_score=-14.0, ref_max_score=25.0)
     broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
     store("test/nan-v0", broken, env)
     store("test/ragged-v0", episodes[:2], env, ids=[0, 0])  # merged into one: two observations more than actions
