@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,7 @@ VARIANTS = {  # name: what differs from BASE, and the method's name
     "autotune": ({"uncertainty_set": "ellipsoid", "autotune": True}, "ERSAC-Ell-N"),
     "no layer norm": ({"uncertainty_set": "hull", "layer_norm": False}, "ERSAC-CH-N"),
     "raw data": ({"normalize_obs": False, "return_scale": None}, "SAC-N"),
+    "no entropy": ({"alpha": 0.0}, "SAC-N"),
     "constant step sizes": ({"uncertainty_set": "ellipsoid", "anneal_lr": False}, "ERSAC-Ell-N"),
     "all at once": (ALL, "EDAC"),
 }
@@ -174,7 +176,7 @@ def start(x, first):
     """What every plain loop starts from: the first checkpoint, the data, the optimizers, the minibatches' generator."""
     plain = SimpleNamespace(data=plain_data(x.dataset_id, x.gamma, x.return_scale, x.normalize_obs))
     plain.critic, plain.target, plain.actor = (double(first[name]) for name in ("critic", "target", "actor"))
-    plain.log_alpha = torch.tensor(math.log(x.alpha), dtype=torch.float64)
+    plain.log_alpha = first["log_alpha"].double().clone()
     for tensor in (*plain.critic.values(), *plain.actor.values(), plain.log_alpha):
         tensor.requires_grad_()
     plain.q_adam, plain.pi_adam = PlainAdam(plain.critic.values()), PlainAdam(plain.actor.values())
@@ -333,6 +335,9 @@ def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, data
     assert done.code == 0, done.err
     first, last = done.states[0], done.states[-1]
     assert first["update"] == 0 and last["update"] == 3
+    assert load(done.folders[0]).args | settings == load(done.folders[0]).args
+    assert first["critic"]["weights.1"].shape == (7, 8, 8) and first["actor"]["net.2.weight"].shape == (8, 8)
+    assert math.exp(first["log_alpha"]) == pytest.approx(x.alpha, rel=1e-6, abs=1e-12)
     for name, value in first["critic"].items():
         assert torch.equal(value, first["target"][name])  # the targets start as the critics
     if x.prior_scale and "prior" in first:
@@ -431,24 +436,29 @@ def test_learns_to_walk_right_from_random_play(run, load, datasets, kind):
 
 # ----- what the chain's data set cannot show
 @pytest.fixture(scope="module")
-def endless(datasets):
-    """A data set in which no episode ended, without reference scores, to be evaluated in episodes of four steps."""
-    episodes = [e for e in minari.load_dataset("test/chain-v0").iterate_episodes() if not e.terminations[-1]]
+def odd(datasets):
+    """test/endless-v0: no episode ended, no reference scores, to be evaluated in episodes of four steps; and
+    test/worthless-v0: all rewards are 0."""
     names = ("observations", "actions", "rewards", "terminations", "truncations")
-    buffers = [EpisodeBuffer(id=i, **{name: getattr(e, name) for name in names}) for i, e in enumerate(episodes)]
+    episodes = list(minari.load_dataset("test/chain-v0").iterate_episodes())
+    episodes = [{name: getattr(e, name) for name in names} for e in episodes]
+    endless = [e for e in episodes if not e["terminations"][-1]]
+    worthless = [e | {"rewards": 0 * e["rewards"]} for e in episodes]
     envs = {"env": gym.make("test/Chain-v0"), "eval_env": gym.make("test/Chain-v0", max_episode_steps=4)}
-    with warnings.catch_warnings(action="ignore"):
-        minari.create_dataset_from_buffers("test/endless-v0", buffers, **envs)
-    yield "test/endless-v0"
-    minari.delete_dataset("test/endless-v0")
+    for dataset_id, episodes in (("test/endless-v0", endless), ("test/worthless-v0", worthless)):
+        buffers = [EpisodeBuffer(id=i, **episode) for i, episode in enumerate(episodes)]
+        with warnings.catch_warnings(action="ignore"):
+            minari.create_dataset_from_buffers(dataset_id, buffers, **envs)
+    yield
+    for dataset_id in ("test/endless-v0", "test/worthless-v0"):
+        minari.delete_dataset(dataset_id)
 
 
-def test_data_without_an_end_and_without_reference_scores(run, load, endless):
+def test_data_without_an_end_and_without_reference_scores(run, load, odd):
     """Rewards are taken to go on for ever, evaluation is in the environment that the data set names for it."""
-    settings = BASE | {"dataset_id": endless, "eval_episodes": 9}
-    done = run("ersac_ensemble", *command(settings))
+    done = run("ersac_ensemble", *command(BASE | {"dataset_id": "test/endless-v0", "eval_episodes": 9}))
     assert done.code == 0, done.err
-    data, last = plain_data(endless, 0.93, None), done.states[-1]
+    data, last = plain_data("test/endless-v0", 0.93, None), done.states[-1]
     size = math.sqrt(np.mean([(r / (1 - 0.93)) ** 2 for r in data.r.tolist()]))
     assert last["reward_scale"] == pytest.approx(3.0 / size, rel=1e-5)
     result, env = load(done.folders[0]).result, gym.make("test/Chain-v0", max_episode_steps=4)
@@ -458,6 +468,12 @@ def test_data_without_an_end_and_without_reference_scores(run, load, endless):
     row = rows_of(done.folders[0])[-1]  # fewer than ten episodes: one of them in between
     assert row["eval/return"] == play(double(last["actor"]), data, env, 1, 6 * 10**6).mean()
     assert math.isnan(row["charts/q_minus_return"])
+
+
+def test_data_without_any_reward(run, odd):
+    done = run("ersac_ensemble", *command(BASE | {"dataset_id": "test/worthless-v0"}))
+    assert done.code == 0, done.err
+    assert all(value.isfinite().all() for value in done.states[-1]["critic"].values())
 
 
 def test_an_environment_without_a_time_limit_gets_one():
@@ -785,7 +801,12 @@ def test_interrupted_run_resumes_to_the_same_bits(run, load, datasets, monkeypat
     assert [line.split(",")[0] for line in whole.metrics] == ["update", "12", "24"]
     (folder,) = interrupted(run, monkeypatch, 15, *flags, "--exp-name", "stopped").folders
     part = load(folder)
-    assert part.result is None and part.checkpoint["update"] == 15 and part.metrics == whole.metrics[:2]
+    assert (
+        "__stopped__" in folder.name
+        and part.result is None
+        and part.checkpoint["update"] == 15
+        and part.metrics == whole.metrics[:2]
+    )
     rest = run("ersac_ensemble", "--resume", folder)
     assert rest.code == 0, rest.err
     again = load(folder)
@@ -819,6 +840,13 @@ def test_environment_with_its_default_data_set(run, load, datasets):
     data = plain_data("ersac/cartpole/tau50-3k-v0", 0.99)
     returns = play(double(done.states[-1]["actor"]), data, gym.make("CartPole-v1"), 3, 2 * 10**6 + 10**5)
     assert result["eval_return_mean"] == returns.mean()
+
+
+def test_the_docs_page_explains_every_column(run, datasets):
+    page = (ROOT / "docs" / "ersac_ensemble.md").read_text()
+    explained = re.findall(r"^\| `(\w+/\w+)` \|", page, re.MULTILINE)
+    (folder,) = run("ersac_ensemble", *SMALL).folders
+    assert sorted(explained) == sorted(set(rows_of(folder)[0]) - {"update"})
 
 
 def test_wandb_gets_what_the_run_folder_gets(run, load, datasets, monkeypatch):
