@@ -1,8 +1,8 @@
 # docs: docs/ersac_ensemble.md
 """ERSAC with N critics: Algorithms 1 to 3 of "Epistemic Robust Offline Reinforcement Learning".
 
-N critics learn offline; every state gets an uncertainty set over its Q-vector (box = SAC-N, convex hull,
-ellipsoid), and critics and actor learn from the worst case in that set. EDAC is one flag away. One run:
+N critics learn offline; every state gets an uncertainty set over its Q-vector (box = SAC-N, convex
+hull, ellipsoid), and critics and actor learn from the worst case in that set. One run:
 
     python ersac_ensemble.py --env-id LunarLander-v3 --uncertainty-set ellipsoid --upsilon 0.9
 """
@@ -62,14 +62,14 @@ class Args:
     expectile_tau: float = 0.5
     """risk level of the default data set's policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
     early_fraction: float = 0.0
-    """share of the default data set from a policy stopped early in training (LunarLander, tau 0.5)"""
+    """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
     return_scale: float | None = 10.0
-    """scale rewards so that the data's discounted returns have this root mean square; None: do not"""
+    """scale rewards so that the data's discounted returns have this root mean square, or None"""
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
-    """set over the N critics' Q-vectors: box (this is SAC-N), convex hull (CH-N) or ellipsoid (Ell-N)"""
+    """set over the critics' Q-vectors: box (this is SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
     """share of the critics that the ellipsoid covers, in (0, 1]; box and hull do not use it"""
     num_critics: int = 10
@@ -77,7 +77,7 @@ class Args:
     edac_eta: float = 0.0
     """weight of the ensemble-similarity term; above 0 the method is EDAC"""
     bootstrap: bool = False
-    """weigh every transition for every critic by a fixed Poisson(1) draw, like a bootstrap resample"""
+    """weigh every transition, for every critic, by a fixed Poisson(1) draw: a bootstrap resample"""
     prior_scale: float = 0.0
     """add this much of a frozen random network to every critic (randomised priors)"""
     layer_norm: bool = True
@@ -126,7 +126,7 @@ def write_file(folder, name, content):
             os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except OSError as error:
-        sys.exit(f"{path}: cannot be written ({error.strerror}); free the disk and --resume, or set --output-dir.")
+        sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
 
 
 def write_metrics(folder, rows):
@@ -163,11 +163,12 @@ def start_tracking(args, run_name, group):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
-    names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, id=run_name, group=group)
+    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
+    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
     try:
         import wandb
 
-        return wandb.init(**names, config=asdict(args), resume="allow", reinit="create_new")
+        return wandb.init(**place, **run, config=asdict(args))
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -191,7 +192,7 @@ def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, datase
 
 
 def find_dataset(args):
-    """The data set to learn from. A missing one of ours is made by gen_expectile_data.py, any other is downloaded."""
+    """A missing data set of ours is made by gen_expectile_data.py, any other is downloaded."""
     wanted = ("env_id", "expectile_tau", "dataset_size", "early_fraction", "dataset_seed")
     wanted = {name: getattr(args, name) for name in wanted}
     dataset_id = args.dataset_id or dataset_name(**wanted)
@@ -208,8 +209,8 @@ def find_dataset(args):
 
 
 def load_transitions(dataset, gamma):
-    """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed (NaN if unknown:
-    the episode was cut before its end)."""
+    """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed
+    (NaN, unknown, if the episode was cut before its end)."""
     name = dataset.spec.dataset_id
     actions = dataset.spec.action_space
     space = dataset.spec.observation_space
@@ -278,7 +279,7 @@ class EnsembleCritic(nn.Module):
         layers = [p.split(self.block) for p in (*self.weights, *self.biases)]
         for w1, w2, w3, b1, b2, b3 in zip(*layers):  # n critics at a time
             n, D, H = w1.shape
-            h = obs @ w1.transpose(0, 1).reshape(D, n * H)  # the input is shared: one product, [B, n H]
+            h = obs @ w1.transpose(0, 1).reshape(D, n * H)  # a shared input: one product, [B, n H]
             h = self.activate(h.view(-1, n, H).transpose(0, 1) + b1)  # [n, B, H]
             h = self.activate(torch.baddbmm(b2, h, w2))  # [n, B, H]
             q.append(torch.baddbmm(b3, h, w3))  # [n, B, A]
@@ -294,11 +295,11 @@ def critic_loss(q, action, target):
 
 
 def ensemble_similarity(q, action):
-    """EDAC's term for discrete actions: cosines between critics of their differences to the data's action, summed
-    over pairs i < j, [B]. Uses sum_{i<j} <u_i, u_j> = (|sum u_i|^2 - sum |u_i|^2) / 2."""
-    delta = q - q.gather(-1, action.expand(len(q), -1)[..., None])  # Q_i(s, a') - Q_i(s, a), [N, B, A]
+    """EDAC's term for discrete actions: cosines between critics of their differences to the data's
+    action, summed over pairs i < j, [B], as (|sum u_i|^2 - sum |u_i|^2) / 2 of the unit vectors u_i."""
+    delta = q - q.gather(-1, action.expand(len(q), -1)[..., None])  # Q_i(s, .) - Q_i(s, a), [N, B, A]
     norm = delta.square().sum(-1, keepdim=True)  # [N, B, 1]
-    unit = torch.where(norm > 0, delta * torch.where(norm > 0, norm, 1).rsqrt(), 0)  # a zero vector adds 0
+    unit = torch.where(norm > 0, delta * torch.where(norm > 0, norm, 1).rsqrt(), 0)  # or zero
     return 0.5 * (unit.sum(0).square().sum(-1) - unit.square().sum((0, -1)))
 
 
@@ -309,7 +310,7 @@ def worst_case_box(q, pi):
 
 
 def worst_case_hull(q, pi):
-    """Convex hull: a linear function is lowest at a vertex, the sample with the lowest <pi, q_i>. [B, A]"""
+    """Hull: a linear function is lowest at a vertex, the sample with the lowest <pi, q_i>. [B, A]"""
     worst = torch.einsum("nba,ba->nb", q, pi).argmin(0)  # [B]
     return q[worst, torch.arange(q.shape[1], device=q.device)]
 
@@ -322,7 +323,7 @@ def center(q):
 
 
 def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x, [B, M], of points x [B, A, M]; Sigma = d d' / N, d [B, A, N]."""
+    """x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -335,14 +336,14 @@ def mahalanobis(x, d):
 
 
 def ellipsoid_radius(d, upsilon):
-    """The smallest radius that holds a share upsilon of the samples with deviations d [B, A, N]. [B]"""
+    """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
     k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
 def worst_case_ellipsoid(q, pi, upsilon):
-    """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi), from v_n = <pi, q_n - mu>. [B, A]"""
+    """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi); v_n = <pi, q_n - mu>. [B, A]"""
     mu, d = center(q)  # [B, A], [B, A, N]
     v = pi[:, None].double() @ d  # [B, 1, N]
     norm = v.square().mean(-1).sqrt()  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
@@ -414,14 +415,16 @@ if __name__ == "__main__":
         checkpoint, args = load_checkpoint(args, script)
 
     # ----- arguments: the mistakes that people make
-    if min(args.total_updates, args.batch_size, args.hidden_dim, args.eval_interval, args.eval_episodes) < 1:
-        sys.exit("--total-updates, --batch-size, --hidden-dim, --eval-interval, --eval-episodes: each at least 1.")
+    if min(args.total_updates, args.batch_size, args.hidden_dim) < 1:
+        sys.exit("--total-updates, --batch-size, --hidden-dim: each at least 1.")
+    if min(args.eval_interval, args.eval_episodes) < 1:
+        sys.exit("--eval-interval, --eval-episodes: each at least 1.")
     if args.num_critics < 1:
         sys.exit(f"--num-critics {args.num_critics}: it must be at least 1.")
     if not 0 < args.upsilon <= 1:
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
     if args.edac_eta < 0 or (args.edac_eta > 0 and args.uncertainty_set != "box"):
-        sys.exit(f"--edac-eta {args.edac_eta}: it must be at least 0, and goes with --uncertainty-set box only.")
+        sys.exit(f"--edac-eta {args.edac_eta}: at least 0, and with --uncertainty-set box only.")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
     if args.alpha < 0 or (args.autotune and args.alpha == 0):
@@ -474,7 +477,8 @@ if __name__ == "__main__":
     log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device)
     log_alpha.requires_grad_(args.autotune)
     q_optimizer = torch.optim.Adam(critic.parameters(), args.q_lr, fused=True)
-    policy_optimizer = torch.optim.Adam([*actor.parameters(), log_alpha], args.policy_lr, fused=True)
+    learned = [*actor.parameters(), log_alpha]
+    policy_optimizer = torch.optim.Adam(learned, args.policy_lr, fused=True)
     parts = {
         "critic": critic,
         "target": target_critic,
@@ -500,7 +504,8 @@ if __name__ == "__main__":
         return worst_case_ellipsoid(q, pi, args.upsilon)
 
     # ----- run folder: new, or as the checkpoint left it
-    method = {"box": "SAC-N", "hull": "ERSAC-CH-N", "ellipsoid": "ERSAC-Ell-N"}[args.uncertainty_set]
+    names = {"box": "SAC-N", "hull": "ERSAC-CH-N", "ellipsoid": "ERSAC-Ell-N"}
+    method = names[args.uncertainty_set]
     if args.edac_eta > 0:
         method = "EDAC"
     start = 0
@@ -520,7 +525,7 @@ if __name__ == "__main__":
         run_name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder = os.path.join(args.output_dir, run_name)
         if os.path.exists(folder):
-            sys.exit(f"{folder} exists: a run of this name started in this second; choose another --exp-name.")
+            sys.exit(f"{folder} exists; choose another --exp-name.")
         write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
 
     def save(update):
@@ -554,7 +559,8 @@ if __name__ == "__main__":
             q_optimizer.param_groups[0]["lr"] = args.q_lr * left
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
         index = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
-        s, a, r, s_next, ended = obs[index], action[index], reward[index], next_obs[index], terminated[index]
+        s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
+        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; ended: no truncations
         alpha = log_alpha.detach().exp()
 
         # compute target: worst case over the target critics' set
@@ -625,7 +631,7 @@ if __name__ == "__main__":
             save(update)
             if track:
                 track.log(row, step=update)
-            bar.set_postfix_str(f"critic={losses.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
+            bar.set_postfix_str(f"critic={losses.mean():.3g}, return={scores.mean():.1f}")
             tick, tick_update = time.time(), update
     bar.close()
 
@@ -664,7 +670,7 @@ if __name__ == "__main__":
     if track:
         track.summary.update(result)
         track.finish()
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} over {args.eval_episodes} episodes")
+    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f}")
     if normalized is not None:
         print(f"normalized return {normalized:.1f} (0 random, 100 the data's neutral policy)")
     print(f"run folder: {folder}")

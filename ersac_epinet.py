@@ -1,9 +1,9 @@
 # docs: docs/ersac_epinet.md
 """ERSAC with one Epinet: Algorithm 4 of "Epistemic Robust Offline Reinforcement Learning".
 
-One critic network carries a mean and, through an epistemic index z, its own uncertainty; the ellipsoid
-over Q-vectors comes from them without an ensemble. Critic and actor learn offline from the worst case
-in that set. One run:
+One critic network carries a mean and, through an epistemic index z, its own uncertainty; the
+ellipsoid over Q-vectors comes from them without an ensemble. Critic and actor learn offline from
+the worst case in that set. One run:
 
     python ersac_epinet.py --env-id LunarLander-v3 --upsilon 0.9
 """
@@ -64,14 +64,14 @@ class Args:
     expectile_tau: float = 0.5
     """risk level of the default data set's policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
     early_fraction: float = 0.0
-    """share of the default data set from a policy stopped early in training (LunarLander, tau 0.5)"""
+    """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
     return_scale: float | None = 10.0
-    """scale rewards so that the data's discounted returns have this root mean square; None: do not"""
+    """scale rewards so that the data's discounted returns have this root mean square, or None"""
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
     method: Literal["ell-epi-star", "ell-epi"] = "ell-epi-star"
-    """ell-epi-star: the set in closed form, no sampling; ell-epi: the set through sampled indices"""
+    """ell-epi-star: the set in closed form; ell-epi: the set through sampled indices"""
     upsilon: float = 0.9
     """probability (ell-epi-star, below 1) or share of the samples (ell-epi) that the set covers"""
     index_dim: int = 16
@@ -79,7 +79,7 @@ class Args:
     num_index_samples: int = 100
     """N, the indices drawn for the sampled set and loss of ell-epi"""
     head: Literal["linear", "mlp"] = "linear"
-    """stochastic head: linear in z (the paper's assumption), or an MLP that reads z too (ell-epi only)"""
+    """stochastic head: linear in z (the paper's), or an MLP that reads z too (ell-epi only)"""
     prior_scale: float = 0.3
     """size of the frozen prior head, the uncertainty where there are no data"""
     noise_scale: float = 0.01
@@ -134,7 +134,7 @@ def write_file(folder, name, content):
             os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except OSError as error:
-        sys.exit(f"{path}: cannot be written ({error.strerror}); free the disk and --resume, or set --output-dir.")
+        sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
 
 
 def write_metrics(folder, rows):
@@ -171,11 +171,12 @@ def start_tracking(args, run_name, group):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
-    names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, id=run_name, group=group)
+    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
+    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
     try:
         import wandb
 
-        return wandb.init(**names, config=asdict(args), resume="allow", reinit="create_new")
+        return wandb.init(**place, **run, config=asdict(args))
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -199,7 +200,7 @@ def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, datase
 
 
 def find_dataset(args):
-    """The data set to learn from. A missing one of ours is made by gen_expectile_data.py, any other is downloaded."""
+    """A missing data set of ours is made by gen_expectile_data.py, any other is downloaded."""
     wanted = ("env_id", "expectile_tau", "dataset_size", "early_fraction", "dataset_seed")
     wanted = {name: getattr(args, name) for name in wanted}
     dataset_id = args.dataset_id or dataset_name(**wanted)
@@ -216,8 +217,8 @@ def find_dataset(args):
 
 
 def load_transitions(dataset, gamma):
-    """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed (NaN if unknown:
-    the episode was cut before its end)."""
+    """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed
+    (NaN, unknown, if the episode was cut before its end)."""
     name = dataset.spec.dataset_id
     actions = dataset.spec.action_space
     space = dataset.spec.observation_space
@@ -280,13 +281,14 @@ class EpinetCritic(nn.Module):
         self.base = nn.Sequential(*layers)
         self.mean = nn.Linear(hidden_dim, num_actions)
         inputs = hidden_dim + index_dim if head == "mlp" else hidden_dim
-        self.learnable = nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, math.prod(self.shape)))
-        self.prior = nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, math.prod(self.shape)))
+        outputs = num_actions * index_dim
+        self.learnable = nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, outputs))
+        self.prior = nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, outputs))
         self.prior.requires_grad_(False)
 
     def stochastic(self, features):
         """sigma_L + prior_scale sigma_P, [..., A, d_z]"""
-        sigma_bar = self.learnable(features) + self.prior_scale * self.prior(features)  # [..., A d_z]
+        sigma_bar = self.learnable(features) + self.prior_scale * self.prior(features)
         return sigma_bar.unflatten(-1, self.shape)
 
     def forward(self, obs):
@@ -321,7 +323,7 @@ def center(q):
 
 
 def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x, [B, M], of points x [B, A, M]; Sigma = d d' / N, d [B, A, N]."""
+    """x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -334,14 +336,14 @@ def mahalanobis(x, d):
 
 
 def ellipsoid_radius(d, upsilon):
-    """The smallest radius that holds a share upsilon of the samples with deviations d [B, A, N]. [B]"""
+    """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
     k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
 def worst_case_ellipsoid(q, pi, upsilon):
-    """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi), from v_n = <pi, q_n - mu>. [B, A]"""
+    """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi); v_n = <pi, q_n - mu>. [B, A]"""
     mu, d = center(q)  # [B, A], [B, A, N]
     v = pi[:, None].double() @ d  # [B, 1, N]
     norm = v.square().mean(-1).sqrt()  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
@@ -423,8 +425,10 @@ if __name__ == "__main__":
     star = args.method == "ell-epi-star"
 
     # ----- arguments: the mistakes that people make
-    if min(args.total_updates, args.batch_size, args.hidden_dim, args.eval_interval, args.eval_episodes) < 1:
-        sys.exit("--total-updates, --batch-size, --hidden-dim, --eval-interval, --eval-episodes: each at least 1.")
+    if min(args.total_updates, args.batch_size, args.hidden_dim) < 1:
+        sys.exit("--total-updates, --batch-size, --hidden-dim: each at least 1.")
+    if min(args.eval_interval, args.eval_episodes) < 1:
+        sys.exit("--eval-interval, --eval-episodes: each at least 1.")
     if min(args.index_dim, args.num_index_samples) < 1:
         sys.exit("--index-dim, --num-index-samples: each at least 1.")
     if not 0 < args.upsilon <= 1:
@@ -472,7 +476,7 @@ if __name__ == "__main__":
         reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
     reward = reward * reward_scale
     returns = returns * reward_scale
-    c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # a direction per transition, [|D|, d_z]
+    c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor, entropy coefficient
     critic = EpinetCritic(D, A, args.index_dim, args.hidden_dim, args.prior_scale, args.layer_norm, args.head)
@@ -481,10 +485,12 @@ if __name__ == "__main__":
     actor = Actor(D, A, args.hidden_dim).to(device)
     log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device)
     log_alpha.requires_grad_(args.autotune)
-    base = {"params": [*critic.base.parameters(), *critic.mean.parameters()], "weight_decay": 2 * args.lambda_mu}
+    base = [*critic.base.parameters(), *critic.mean.parameters()]
+    base = {"params": base, "weight_decay": 2 * args.lambda_mu}  # the gradient of lambda |theta|^2
     head = {"params": [*critic.learnable.parameters()], "weight_decay": 2 * args.lambda_sigma}
     q_optimizer = torch.optim.Adam([base, head], args.q_lr, fused=True)
-    policy_optimizer = torch.optim.Adam([*actor.parameters(), log_alpha], args.policy_lr, fused=True)
+    learned = [*actor.parameters(), log_alpha]
+    policy_optimizer = torch.optim.Adam(learned, args.policy_lr, fused=True)
     radius = math.sqrt(chi2.ppf(args.upsilon, A)) if star else None
 
     def worst_case(network, obs, pi, z):
@@ -520,7 +526,7 @@ if __name__ == "__main__":
         run_name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder = os.path.join(args.output_dir, run_name)
         if os.path.exists(folder):
-            sys.exit(f"{folder} exists: a run of this name started in this second; choose another --exp-name.")
+            sys.exit(f"{folder} exists; choose another --exp-name.")
         write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
 
     def save(update):
@@ -555,9 +561,12 @@ if __name__ == "__main__":
                 group["lr"] = args.q_lr * left
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
         index = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
-        s, a, r, s_next, ended = obs[index], action[index], reward[index], next_obs[index], terminated[index]
+        s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
+        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; ended: no truncations
         alpha = log_alpha.detach().exp()
-        z = None if star else torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
+        z = None
+        if not star:
+            z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
 
         # compute target: worst case over the target critic's set
         with torch.no_grad():
@@ -629,7 +638,7 @@ if __name__ == "__main__":
             save(update)
             if track:
                 track.log(row, step=update)
-            bar.set_postfix_str(f"critic={q_loss:.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
+            bar.set_postfix_str(f"critic={q_loss:.3g}, return={scores.mean():.1f}")
             tick, tick_update = time.time(), update
     bar.close()
 
@@ -668,7 +677,7 @@ if __name__ == "__main__":
     if track:
         track.summary.update(result)
         track.finish()
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} over {args.eval_episodes} episodes")
+    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f}")
     if normalized is not None:
         print(f"normalized return {normalized:.1f} (0 random, 100 the data's neutral policy)")
     print(f"run folder: {folder}")
