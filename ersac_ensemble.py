@@ -427,6 +427,10 @@ if __name__ == "__main__":
         sys.exit(f"--edac-eta {args.edac_eta}: at least 0, and with --uncertainty-set box only.")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
+    if not (args.q_lr > 0 and args.policy_lr > 0 and 0 < args.polyak <= 1):
+        sys.exit("--q-lr, --policy-lr: above 0; --polyak: above 0 and at most 1.")
+    if args.return_scale is not None and args.return_scale <= 0:
+        sys.exit(f"--return-scale {args.return_scale}: it must be above 0, or None.")
     if args.alpha < 0 or (args.autotune and args.alpha == 0):
         sys.exit(f"--alpha {args.alpha}: it must be at least 0, and above 0 with --autotune.")
     if not args.dataset_id and args.env_id not in gym.registry:
@@ -521,6 +525,7 @@ if __name__ == "__main__":
         generator.set_state(checkpoint["generator"])
         start = checkpoint["update"]
         rows = checkpoint["rows"]
+        run_name = checkpoint["run_name"]
     else:
         run_name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder = os.path.join(args.output_dir, run_name)
@@ -534,6 +539,7 @@ if __name__ == "__main__":
             "generator": generator.get_state(),
             "update": update,
             "rows": rows,
+            "run_name": run_name,
             "script": script,
             "args": asdict(replace(args, resume=None)),
             "obs_mean": obs_mean,
@@ -546,7 +552,7 @@ if __name__ == "__main__":
 
     if not checkpoint:
         save(0)
-    track = start_tracking(args, os.path.basename(folder), f"{args.env_id} {method}")
+    track = start_tracking(args, run_name, f"{args.env_id} {method}")
     env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
 
     # ----- training
@@ -670,7 +676,8 @@ if __name__ == "__main__":
     if track:
         track.summary.update(result)
         track.finish()
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f}")
+    played = f"over {args.eval_episodes} episodes"
+    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} {played}")
     if normalized is not None:
         print(f"normalized return {normalized:.1f} (0 random, 100 the data's neutral policy)")
     print(f"run folder: {folder}")

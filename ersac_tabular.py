@@ -357,6 +357,8 @@ if __name__ == "__main__":
         sys.exit("--dataset-size, --num-critics, --total-updates: each at least 1.")
     if min(args.eval_interval, args.eval_episodes) < 1:
         sys.exit("--eval-interval, --eval-episodes: each at least 1.")
+    if args.seed < 0:
+        sys.exit(f"--seed {args.seed}: it must be at least 0.")
     if not 0 < args.upsilon <= 1:
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
     if not 0 < args.expectile_tau < 1:
@@ -430,6 +432,7 @@ if __name__ == "__main__":
         optimizer.load_state_dict(checkpoint["optimizer"])
         start = checkpoint["update"]
         rows = checkpoint["rows"]
+        run_name = checkpoint["run_name"]
     else:
         run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder = os.path.join(args.output_dir, run_name)
@@ -445,6 +448,7 @@ if __name__ == "__main__":
             "optimizer": optimizer.state_dict(),
             "update": update,
             "rows": rows,
+            "run_name": run_name,
             "visits": visits,
             "script": script,
             "args": asdict(replace(args, resume=None)),
@@ -455,7 +459,7 @@ if __name__ == "__main__":
 
     if not checkpoint:
         save(0)
-    track = start_tracking(args, os.path.basename(folder), f"{args.env_id} {method}")
+    track = start_tracking(args, run_name, f"{args.env_id} {method}")
 
     # ----- training
     tick, tick_update = time.time(), start

@@ -1,5 +1,8 @@
-"""ersac_ensemble.py: the SAC-N proposition, the envelope theorem, the stacked critics, and the script end to end."""
+"""ersac_ensemble.py: the loop against a plain one, the SAC-N proposition, the envelope theorem, the stacked critics,
+and the script end to end."""
 
+import csv
+import functools
 import itertools
 import json
 import math
@@ -7,14 +10,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import gymnasium as gym
 import minari
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import plain_data
+from minari.data_collector import EpisodeBuffer
 
 import ersac_ensemble
 import ersac_tabular
@@ -26,6 +35,7 @@ from ersac_ensemble import (
     dataset_name,
     ensemble_similarity,
     load_transitions,
+    make_eval_env,
     robust_target,
     worst_case_box,
     worst_case_ellipsoid,
@@ -35,8 +45,455 @@ from ersac_ensemble import (
 ROOT = Path(__file__).resolve().parents[1]
 SETS = {"box": worst_case_box, "hull": worst_case_hull, "ellipsoid": lambda q, pi: worst_case_ellipsoid(q, pi, 0.9)}
 DATA = ("--dataset-id", "test/cartpole-v0")
-SHORT = ("--total-updates", 24, "--eval-interval", 12, "--checkpoint-interval", 5, "--eval-episodes", 3)
+SHORT = ("--total-updates", 24, "--eval-interval", 12, "--eval-episodes", 3)
 SMALL = (*DATA, *SHORT, "--num-critics", 4, "--hidden-dim", 16, "--batch-size", 32)
+
+
+# ----- the training loop against a plain one: no code of the script, float64, loops over critics and transitions
+BASE = {
+    "dataset_id": "test/chain-v0",
+    "seed": 5,
+    "uncertainty_set": "box",
+    "upsilon": 0.8,
+    "num_critics": 7,
+    "hidden_dim": 8,
+    "batch_size": 16,
+    "total_updates": 3,
+    "gamma": 0.93,
+    "alpha": 0.4,
+    "polyak": 0.15,
+    "q_lr": 3e-3,
+    "policy_lr": 2e-3,
+    "return_scale": 3.0,
+    "target_entropy": 0.7,
+    "eval_interval": 2,
+    "eval_episodes": 25,
+    "edac_eta": 0.0,
+    "bootstrap": False,
+    "prior_scale": 0.0,
+    "autotune": False,
+    "layer_norm": True,
+    "normalize_obs": True,
+    "anneal_lr": True,
+}
+ALL = {"edac_eta": 0.7, "bootstrap": True, "prior_scale": 0.5, "autotune": True}
+VARIANTS = {  # name: what differs from BASE, and the method's name
+    "box": ({}, "SAC-N"),
+    "hull": ({"uncertainty_set": "hull"}, "ERSAC-CH-N"),
+    "ellipsoid of 6 in 7": ({"uncertainty_set": "ellipsoid"}, "ERSAC-Ell-N"),
+    "ellipsoid of 3 in 7": ({"uncertainty_set": "ellipsoid", "upsilon": 0.3}, "ERSAC-Ell-N"),
+    "EDAC": ({"edac_eta": 0.7}, "EDAC"),
+    "bootstrap": ({"uncertainty_set": "hull", "bootstrap": True}, "ERSAC-CH-N"),
+    "prior": ({"uncertainty_set": "ellipsoid", "prior_scale": 1.5}, "ERSAC-Ell-N"),
+    "autotune": ({"uncertainty_set": "ellipsoid", "autotune": True}, "ERSAC-Ell-N"),
+    "no layer norm": ({"uncertainty_set": "hull", "layer_norm": False}, "ERSAC-CH-N"),
+    "raw data": ({"normalize_obs": False, "return_scale": None}, "SAC-N"),
+    "constant step sizes": ({"uncertainty_set": "ellipsoid", "anneal_lr": False}, "ERSAC-Ell-N"),
+    "all at once": (ALL, "EDAC"),
+}
+
+
+def command(settings):
+    """Settings as flags: {"layer_norm": False, "alpha": 0.4} -> --no-layer-norm --alpha 0.4"""
+    words = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", value]
+    return words
+
+
+def double(state):
+    """A state dict in float64, apart from the original."""
+    return {name: value.double().clone() for name, value in state.items()}
+
+
+def plain_critic(state, n, obs, layer_norm):
+    """Critic n of a stack: two hidden layers, written with matrix products. [B, A]"""
+    h = obs
+    for layer in range(3):
+        h = h @ state[f"weights.{layer}"][n] + state[f"biases.{layer}"][n]
+        if layer < 2 and layer_norm:
+            h = h - h.mean(-1, keepdim=True)
+            h = h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        if layer < 2:
+            h = torch.relu(h)
+    return h
+
+
+def plain_policy(state, obs):
+    """The actor's probabilities. [B, A]"""
+    h = obs
+    for layer in (0, 2, 4):
+        h = h @ state[f"net.{layer}.weight"].T + state[f"net.{layer}.bias"]
+        if layer < 4:
+            h = torch.relu(h)
+    return torch.softmax(h, -1)
+
+
+def plain_radius(q, upsilon):
+    """Order statistic of the Mahalanobis distances of one state's Q-vectors, q [N, A], from their mean."""
+    mu = q.mean(0)
+    inverse = np.linalg.inv(sum(np.outer(x - mu, x - mu) for x in q) / len(q))
+    distances = sorted((x - mu) @ inverse @ (x - mu) for x in q)
+    return math.sqrt(distances[math.ceil(upsilon * len(q)) - 1])
+
+
+def plain_worst_case(kind, q, pi, upsilon):
+    """q* of one state with numpy: q [N, A], pi [A]."""
+    if kind == "box":
+        return np.array([min(values) for values in q.T])
+    if kind == "hull":
+        return min(q, key=lambda x: pi @ x)
+    mu = q.mean(0)
+    sigma = sum(np.outer(x - mu, x - mu) for x in q) / len(q)
+    return mu - plain_radius(q, upsilon) * sigma @ pi / math.sqrt(pi @ sigma @ pi)
+
+
+class PlainAdam:
+    """Adam as published, on tensors that are changed in place."""
+
+    def __init__(self, parameters):
+        self.parameters, self.steps = list(parameters), 0
+        self.mean = [torch.zeros_like(p) for p in self.parameters]
+        self.square = [torch.zeros_like(p) for p in self.parameters]
+
+    def step(self, loss, lr):
+        self.steps += 1
+        gradients = torch.autograd.grad(loss, self.parameters)
+        for p, g, m, v in zip(self.parameters, gradients, self.mean, self.square):
+            m.copy_(0.9 * m + 0.1 * g)
+            v.copy_(0.999 * v + 0.001 * g * g)
+            m_hat, v_hat = m / (1 - 0.9**self.steps), v / (1 - 0.999**self.steps)
+            p.data -= lr * m_hat / (v_hat.sqrt() + 1e-8)
+
+
+def start(x, first):
+    """What every plain loop starts from: the first checkpoint, the data, the optimizers, the minibatches' generator."""
+    plain = SimpleNamespace(data=plain_data(x.dataset_id, x.gamma, x.return_scale, x.normalize_obs))
+    plain.critic, plain.target, plain.actor = (double(first[name]) for name in ("critic", "target", "actor"))
+    plain.log_alpha = torch.tensor(math.log(x.alpha), dtype=torch.float64)
+    for tensor in (*plain.critic.values(), *plain.actor.values(), plain.log_alpha):
+        tensor.requires_grad_()
+    plain.q_adam, plain.pi_adam = PlainAdam(plain.critic.values()), PlainAdam(plain.actor.values())
+    plain.alpha_adam = PlainAdam([plain.log_alpha])
+    plain.generator = torch.Generator().manual_seed(x.seed)
+    return plain
+
+
+def minibatch(x, plain):
+    """The next minibatch: positions in the data, s, a, r, s_next, terminated."""
+    index = torch.randint(len(plain.data.s), (x.batch_size,), generator=plain.generator)
+    data = plain.data
+    return index, data.s[index], data.a[index], data.r[index], data.s_next[index], data.terminated[index]
+
+
+def follow(x, plain):
+    """Targets follow the critics."""
+    for name, value in plain.critic.items():
+        plain.target[name] = (1 - x.polyak) * plain.target[name] + x.polyak * value.detach()
+
+
+def drawn_from_the_seed(x, first, size):
+    """Bootstrap weights [N, |D|], and the prior if the checkpoint lacks it: drawn in the script's order, which is
+    bootstrap weights, critics, prior."""
+    torch.manual_seed(x.seed)
+    weights = torch.ones(x.num_critics, size)
+    weights = torch.poisson(weights) if x.bootstrap else weights
+    for _ in ("critic", "prior"):
+        network = {}
+        for name, value in first["critic"].items():
+            bound = 1 / math.sqrt(first["critic"][name.replace("biases", "weights")].shape[1])
+            network[name] = torch.empty(value.shape).uniform_(-bound, bound)
+    return weights.double(), double(first.get("prior") or network)
+
+
+def plain_training(x, first):
+    """Algorithms 1 to 3 and EDAC from the first checkpoint on. What is logged is kept for every update."""
+    plain = start(x, first)
+    weights, prior = drawn_from_the_seed(x, first, len(plain.data.s))
+    N, B, A = x.num_critics, x.batch_size, int(plain.data.a.max()) + 1
+    plain.rows, plain.actors = [], []
+
+    def q_values(network, obs):
+        q = [plain_critic(network, n, obs, x.layer_norm) for n in range(N)]
+        q = [q[n] + x.prior_scale * plain_critic(prior, n, obs, x.layer_norm) for n in range(N)]
+        return torch.stack(q)  # [N, B, A]
+
+    def worst_case(q, pi):
+        q, pi = q.detach().numpy(), pi.detach().numpy()
+        return np.stack([plain_worst_case(x.uncertainty_set, q[:, b], pi[b], x.upsilon) for b in range(B)])  # [B, A]
+
+    for update in range(1, x.total_updates + 1):
+        index, s, a, r, s_next, terminated = minibatch(x, plain)
+        alpha = math.exp(plain.log_alpha.item())
+        left = (x.total_updates - update + 1) / x.total_updates if x.anneal_lr else 1.0
+        # robust target, one for all critics
+        pi_next = plain_policy(plain.actor, s_next).detach()
+        q_star = worst_case(q_values(plain.target, s_next), pi_next)
+        y = []
+        for b in range(B):
+            value = sum(p * (q - alpha * math.log(p)) for p, q in zip(pi_next[b].tolist(), q_star[b]))
+            y.append(r[b].item() + (0.0 if terminated[b] else x.gamma * value))
+        # critics
+        q = q_values(plain.critic, s)
+        errors = torch.stack([torch.stack([q[n, b, a[b]] - y[b] for b in range(B)]) for n in range(N)])  # [N, B]
+        loss = sum((weights[n, index] * errors[n] ** 2).mean() for n in range(N))
+        for i, j in itertools.combinations(range(N), 2):
+            u, v = (q[k] - q[k].gather(1, a[:, None]) for k in (i, j))
+            cosine = (u * v).sum(-1) / ((u * u).sum(-1) * (v * v).sum(-1)).sqrt()
+            loss = loss + N * x.edac_eta * cosine.mean()
+        plain.q_adam.step(loss, left * x.q_lr)
+        # actor, against the critics after their step
+        pi = plain_policy(plain.actor, s)
+        q = q_values(plain.critic, s).detach()
+        q_star = worst_case(q, pi)
+        h = -(pi * pi.log()).sum(-1)
+        loss = -((pi * torch.tensor(q_star)).sum(-1) + alpha * h).mean()
+        plain.pi_adam.step(loss, left * x.policy_lr)
+        if x.autotune:  # alpha falls while the policy is more random than asked
+            excess = h.mean().item() - x.target_entropy * math.log(A)
+            plain.alpha_adam.step(plain.log_alpha.exp() * excess, left * x.policy_lr)
+        follow(x, plain)
+        # what is logged, as the docs page has it: means over the minibatch
+        mu, std, pi, returns = q.mean(0), q.std(0, correction=0), pi.detach(), plain.data.returns[index]
+        ours = [(b, k) for b in range(B) for k in range(A) if k == a[b]]
+        other = [(b, k) for b in range(B) for k in range(A) if k != a[b]]
+        ended = [(b, k) for b, k in ours if not returns[b].isnan()]
+        robust = np.mean([pi[b].numpy() @ q_star[b] for b in range(B)])
+        row = {
+            "update": update,
+            "losses/critic_loss": (errors.detach() ** 2).mean(),
+            "losses/actor_loss": loss.detach(),
+            "charts/alpha": alpha,
+            "charts/policy_entropy": h.detach().mean(),
+            "charts/q_robust": robust,
+            "charts/q_gap": np.mean([(pi[b] @ mu[b]).item() for b in range(B)]) - robust,
+            "charts/q_data_actions": np.mean([mu[i] for i in ours]),
+            "charts/q_minus_return": np.mean([mu[i] - returns[i[0]] for i in ended]),
+            "charts/std_data_actions": np.mean([std[i] for i in ours]),
+            "charts/std_other_actions": np.mean([std[i] for i in other]),
+            "charts/radius": np.mean([plain_radius(q[:, b].numpy(), x.upsilon) for b in range(B)]),
+        }
+        plain.rows.append({name: float(value) for name, value in row.items()})
+        plain.actors.append({name: value.detach().clone() for name, value in plain.actor.items()})
+    return plain
+
+
+def play(actor, data, env, episodes, seed):
+    """Undiscounted returns of the greedy policy, one episode a seed."""
+    returns = []
+    for episode in range(episodes):
+        obs, _ = env.reset(seed=seed + episode)
+        total, done = 0.0, False
+        while not done:
+            pi = plain_policy(actor, (torch.tensor(obs, dtype=torch.float64) - data.mean) / data.std)
+            obs, reward, terminated, truncated, _ = env.step(int(pi.argmax()))
+            total, done = total + reward, terminated or truncated
+        returns.append(total)
+    return np.array(returns)
+
+
+def assert_close(ours, plain, what):
+    """float32 against float64, entries that are small beside the tensor's largest one included."""
+    atol = max(2e-5 * plain.detach().abs().max().item(), 1e-12)
+    torch.testing.assert_close(ours.double(), plain.detach(), rtol=1e-3, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def assert_same_training(last, plain, autotune):
+    """All parameters, and the optimizers' moments, which also show a gradient's size."""
+    for part in ("critic", "target", "actor"):
+        for name, value in getattr(plain, part).items():
+            assert_close(last[part][name], value, f"{part} {name}")
+    assert_close(last["log_alpha"], plain.log_alpha, "log_alpha")
+    adams = {"q_optimizer": [plain.q_adam], "policy_optimizer": [plain.pi_adam] + autotune * [plain.alpha_adam]}
+    for name, parts in adams.items():
+        moments = [(m, v) for adam in parts for m, v in zip(adam.mean, adam.square)]
+        stored = last[name]["state"]
+        assert len(stored) == len(moments)
+        for i, (m, v) in enumerate(moments):
+            assert_close(stored[i]["exp_avg"], m, f"{name}, mean of the gradients {i}")
+            assert_close(stored[i]["exp_avg_sq"], v, f"{name}, their squares {i}")
+
+
+def rows_of(folder):
+    """metrics.csv as numbers."""
+    with open(folder / "metrics.csv", newline="") as f:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(f)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, datasets, variant):
+    changes, method = VARIANTS[variant]
+    settings = BASE | changes
+    x = SimpleNamespace(**settings)
+    done = run("ersac_ensemble", *command(settings))
+    assert done.code == 0, done.err
+    first, last = done.states[0], done.states[-1]
+    assert first["update"] == 0 and last["update"] == 3
+    for name, value in first["critic"].items():
+        assert torch.equal(value, first["target"][name])  # the targets start as the critics
+    if x.prior_scale and "prior" in first:
+        for name, value in first["prior"].items():
+            assert torch.equal(value, last["prior"][name]) and not torch.equal(value, first["critic"][name])
+    plain = plain_training(x, first)
+    assert_same_training(last, plain, x.autotune)
+    assert torch.equal(last["generator"], plain.generator.get_state())
+    assert_close(last["obs_mean"], plain.data.mean.double(), "mean")
+    assert_close(last["obs_std"], plain.data.std.double(), "std")
+    assert last["reward_scale"] == pytest.approx(plain.data.scale, rel=1e-5)
+
+    env, seed = gym.make("test/Chain-v0"), 10**6 * (x.seed + 1)
+    rows = rows_of(done.folders[0])
+    assert [row["update"] for row in rows] == [2, 3]
+    for row in rows:
+        expected = plain.rows[int(row["update"]) - 1]
+        expected["eval/return"] = play(plain.actors[int(row["update"]) - 1], plain.data, env, 2, seed).mean()
+        assert row.pop("charts/updates_per_second") > 0
+        assert row == pytest.approx(expected, rel=2e-4, abs=2e-5)
+
+    result, returns = load(done.folders[0]).result, play(plain.actor, plain.data, env, 25, seed + 10**5)
+    pi = plain_policy(plain.actor, plain.data.s)
+    expected = {
+        "script": "ersac_ensemble.py",
+        "method": method,
+        "env_id": "test/Chain-v0",
+        "dataset_id": "test/chain-v0",
+        "seed": 5,
+        "updates": 3,
+        "eval_episodes": 25,
+        "eval_return_mean": returns.mean(),
+        "eval_return_std": returns.std(),
+        "random_return": -14.0,
+        "reference_return": 25.0,
+        "normalized_return": 100 * (returns.mean() + 14) / 39,
+        "policy_entropy": -(pi * pi.log()).sum(-1).mean().item(),
+    }
+    for name, value in expected.items():
+        assert result[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
+    assert f"{method} on test/chain-v0: return {returns.mean():.1f} over 25 episodes" in done.out
+
+
+# ----- Proposition 3.1 on the loop: with the box set the script is SAC-N
+def sac_n_training(x, first):
+    """SAC-N as published, for discrete actions: every critic has its own loss and optimizer, its target takes one next
+    action a' ~ pi, and the expectation over a' is written out as a sum."""
+    plain = start(x, first)
+    N, B, A = x.num_critics, x.batch_size, 4
+    rows = torch.arange(B)
+    for update in range(x.total_updates):
+        left = 1 - update / x.total_updates
+        _, s, a, r, s_next, terminated = minibatch(x, plain)
+        alpha = plain.log_alpha.exp().item()
+        pi_next = plain_policy(plain.actor, s_next).detach()
+        lowest = torch.stack([plain_critic(plain.target, n, s_next, True) for n in range(N)]).min(0).values
+        losses = []
+        for n in range(N):
+            q, loss = plain_critic(plain.critic, n, s, True)[rows, a], 0.0
+            for a_next in range(A):
+                p = pi_next[:, a_next]
+                y = r + x.gamma * (1 - terminated) * (lowest[:, a_next] - alpha * p.log())
+                loss = loss + (p * (q - y) ** 2).mean()
+            losses.append(loss)
+        plain.q_adam.step(sum(losses), left * x.q_lr)  # no critic's loss depends on another critic
+        lowest = torch.stack([plain_critic(plain.critic, n, s, True) for n in range(N)]).min(0).values.detach()
+        pi = plain_policy(plain.actor, s)
+        loss = sum((pi[:, k] * (alpha * pi[:, k].log() - lowest[:, k])).mean() for k in range(A))
+        plain.pi_adam.step(loss, left * x.policy_lr)
+        log_pi = pi.detach().log()
+        excess = -sum((log_pi[:, k].exp() * log_pi[:, k]).mean() for k in range(A)) - x.target_entropy * math.log(A)
+        plain.alpha_adam.step(plain.log_alpha.exp() * excess, left * x.policy_lr)
+        follow(x, plain)
+    return plain
+
+
+def test_with_the_box_five_updates_of_the_script_are_those_of_sac_n(run, datasets):
+    settings = BASE | {"total_updates": 5, "seed": 8, "autotune": True}
+    done = run("ersac_ensemble", *command(settings))
+    assert done.code == 0, done.err
+    plain = sac_n_training(SimpleNamespace(**settings), done.states[0])
+    assert_same_training(done.states[-1], plain, autotune=True)
+
+
+# ----- learning
+@pytest.mark.parametrize("kind", SETS)
+def test_learns_to_walk_right_from_random_play(run, load, datasets, kind):
+    """Random play on the chain earns -14. Walking right from the middle earns 30 less a few steps."""
+    flags = f"--uncertainty-set {kind} --num-critics 3 --hidden-dim 32 --batch-size 64 --total-updates 500 --gamma 0.9 "
+    flags += "--q-lr 3e-3 --policy-lr 3e-3 --alpha 0.05 --eval-interval 500 --eval-episodes 50 --polyak 0.05"
+    done = run("ersac_ensemble", "--dataset-id", "test/chain-large-v0", *flags.split())
+    assert done.code == 0, done.err
+    result = load(done.folders[0]).result
+    assert result["eval_return_mean"] > 22 and result["normalized_return"] > 90
+
+
+# ----- what the chain's data set cannot show
+@pytest.fixture(scope="module")
+def endless(datasets):
+    """A data set in which no episode ended, without reference scores, to be evaluated in episodes of four steps."""
+    episodes = [e for e in minari.load_dataset("test/chain-v0").iterate_episodes() if not e.terminations[-1]]
+    names = ("observations", "actions", "rewards", "terminations", "truncations")
+    buffers = [EpisodeBuffer(id=i, **{name: getattr(e, name) for name in names}) for i, e in enumerate(episodes)]
+    envs = {"env": gym.make("test/Chain-v0"), "eval_env": gym.make("test/Chain-v0", max_episode_steps=4)}
+    with warnings.catch_warnings(action="ignore"):
+        minari.create_dataset_from_buffers("test/endless-v0", buffers, **envs)
+    yield "test/endless-v0"
+    minari.delete_dataset("test/endless-v0")
+
+
+def test_data_without_an_end_and_without_reference_scores(run, load, endless):
+    """Rewards are taken to go on for ever, evaluation is in the environment that the data set names for it."""
+    settings = BASE | {"dataset_id": endless, "eval_episodes": 9}
+    done = run("ersac_ensemble", *command(settings))
+    assert done.code == 0, done.err
+    data, last = plain_data(endless, 0.93, None), done.states[-1]
+    size = math.sqrt(np.mean([(r / (1 - 0.93)) ** 2 for r in data.r.tolist()]))
+    assert last["reward_scale"] == pytest.approx(3.0 / size, rel=1e-5)
+    result, env = load(done.folders[0]).result, gym.make("test/Chain-v0", max_episode_steps=4)
+    returns = play(double(last["actor"]), data, env, 9, 6 * 10**6 + 10**5)
+    assert result["eval_return_mean"] == pytest.approx(returns.mean())
+    assert result["normalized_return"] is result["random_return"] is result["reference_return"] is None
+    row = rows_of(done.folders[0])[-1]  # fewer than ten episodes: one of them in between
+    assert row["eval/return"] == play(double(last["actor"]), data, env, 1, 6 * 10**6).mean()
+    assert math.isnan(row["charts/q_minus_return"])
+
+
+def test_an_environment_without_a_time_limit_gets_one():
+    if "test/Forever-v0" not in gym.registry:
+        gym.register("test/Forever-v0", "conftest:Chain")
+    env, steps, done = make_eval_env(None, "test/Forever-v0"), 0, False
+    env.reset(seed=0)
+    while not done:
+        _, _, terminated, done, _ = env.step(2)  # action 2 waits for ever
+        assert not terminated
+        steps += 1
+    assert steps == 10_000
+    env = make_eval_env(None, "test/Chain-v0")
+    assert env.spec.max_episode_steps == 10
+
+
+def test_speed_excludes_evaluation(run, load, datasets, monkeypatch):
+    """With a clock that a minibatch moves by a quarter of a second and the start of an episode by a thousand."""
+    now, randint, reset = [1e9], torch.randint, conftest.Chain.reset
+
+    def slow(call, seconds):
+        @functools.wraps(call)
+        def wrapped(*arguments, **options):
+            now[0] += seconds
+            return call(*arguments, **options)
+
+        return wrapped
+
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "randint", slow(randint, 0.25))
+    monkeypatch.setattr(conftest.Chain, "reset", slow(reset, 1000.0))
+    done = run("ersac_ensemble", *command(BASE | {"total_updates": 6, "eval_interval": 3, "eval_episodes": 10}))
+    assert done.code == 0, done.err
+    assert [row["charts/updates_per_second"] for row in rows_of(done.folders[0])] == [4.0, 4.0]
+    assert load(done.folders[0]).result["updates_per_second"] == 4.0
 
 
 def problem(seed=0, N=6, B=40, D=3, A=4):
@@ -287,138 +744,48 @@ def test_missing_data_set_of_ours_is_made(datasets, monkeypatch, capsys):
         ersac_ensemble.find_dataset(ersac_ensemble.Args(env_id="CartPole-v1", expectile_tau=0.9, dataset_size=1000))
     assert "ersac/cartpole/tau90-1k-v0 could not be made" in str(stop.value)
     words = " ".join(commands[0])
-    assert "gen_expectile_data.py --env-id CartPole-v1 --expectile-tau 0.9 --dataset-size 1000" in words
+    assert "gen_expectile_data.py --env-id=CartPole-v1 --expectile-tau=0.9 --dataset-size=1000" in words
+    assert words.endswith("--early-fraction=0.0 --dataset-seed=1")
     args = ersac_ensemble.Args(env_id="CartPole-v1", dataset_size=3000)
     assert ersac_ensemble.find_dataset(args).spec.dataset_id == "ersac/cartpole/tau50-3k-v0" and len(commands) == 1
 
 
-# ----- the training loop against a plain one
-def plain_data(dataset_id, gamma, return_scale):
-    """Data as numpy arrays with the script's normalisation, written anew: loops, float64."""
-    columns, seen = [[] for _ in range(5)], []
-    for episode in minari.load_dataset(dataset_id).iterate_episodes():
-        T = len(episode.actions)
-        for t in range(T):
-            step = episode.observations[t], episode.actions[t], episode.rewards[t]
-            for column, value in zip(columns, (*step, episode.observations[t + 1], float(episode.terminations[t]))):
-                column.append(value)
-            if episode.terminations[-1]:
-                seen.append(sum(gamma ** (k - t) * episode.rewards[k] for k in range(t, T)))
-    s, a, r, s_next, done = (np.array(column, np.float64) for column in columns)
-    mean, std = s.mean(0), np.maximum(s.std(0), 1e-3)
-    r = r * return_scale / math.sqrt(np.mean(np.square(seen)))
-    arrays = (s - mean) / std, a, r, (s_next - mean) / std, done
-    return [torch.tensor(x) for x in arrays]
-
-
-def plain_forward(parameters, obs):
-    """One critic with layer norm, written with matrix products only."""
-    h = obs
-    for layer, (w, b) in enumerate(zip(parameters[0::2], parameters[1::2])):
-        h = h @ w + b
-        if layer < 2:
-            centred = h - h.mean(-1, keepdim=True)
-            h = torch.relu(centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt())
-    return h
-
-
-def test_three_updates_equal_a_loop_over_critics_with_edac_bootstrap_and_learned_alpha(run, load, datasets):
-    """Everything the losses tests cannot see: signs, weights, annealing, what is updated from what and when."""
-    N, eta, gamma, alpha, polyak, lr_q, lr_pi, B, updates, seed = 4, 0.3, 0.97, 0.05, 0.1, 2e-3, 1e-3, 32, 3, 5
-    coef = 0.2
-    flags = f"--uncertainty-set box --edac-eta {eta} --bootstrap --autotune --num-critics {N} --hidden-dim 16 "
-    flags += f"--batch-size {B} --gamma {gamma} --alpha {alpha} --polyak {polyak} --q-lr {lr_q} --policy-lr {lr_pi} "
-    flags += f"--total-updates {updates} --seed {seed} --eval-episodes 1 --return-scale 3 --bc-coef {coef}"
-    done = run("ersac_ensemble", "--dataset-id", "test/lander-v0", *flags.split())  # with two actions EDAC is constant
-    assert done.code == 0, done.err
-    ours = load(done.folders[0]).checkpoint
-
-    s, a, r, s_next, done = plain_data("test/lander-v0", gamma, 3.0)
-    a, D, A = a.long(), s.shape[1], 4
-    torch.manual_seed(seed)  # the same draws in the same order: bootstrap weights, critics, (unused) prior, actor
-    weights = torch.poisson(torch.ones(N, len(s)))
-    stacked, _, actor = EnsembleCritic(D, A, N, 16), EnsembleCritic(D, A, N, 16), Actor(D, A, 16).double()
-    pairs = list(zip(stacked.weights, stacked.biases))
-    critics = [[t for w, b in pairs for t in (w[n].detach().double(), b[n, 0].detach().double())] for n in range(N)]
-    critics = [[t.requires_grad_() for t in critic] for critic in critics]
-    targets = [[t.detach().clone() for t in critic] for critic in critics]
-    log_alpha = torch.tensor(math.log(alpha), dtype=torch.float64, requires_grad=True)
-    q_optimizers = [torch.optim.Adam(critic) for critic in critics]
-    pi_optimizer, alpha_optimizer = torch.optim.Adam(actor.parameters()), torch.optim.Adam([log_alpha])
-    generator = torch.Generator().manual_seed(seed)
-    for update in range(updates):
-        left = (updates - update) / updates
-        for optimizer in (*q_optimizers, pi_optimizer, alpha_optimizer):
-            optimizer.param_groups[0]["lr"] = left * (lr_q if optimizer in q_optimizers else lr_pi)
-        index = torch.randint(len(s), (B,), generator=generator)
-        temperature = math.exp(log_alpha.item())
-        q_next = torch.stack([plain_forward(t, s_next[index]) for t in targets]).min(0).values
-        p = torch.softmax(actor(s_next[index]), -1).detach()
-        soft_value = (p * (q_next - temperature * p.log())).sum(-1)
-        y = (r[index] + gamma * (1 - done[index]) * soft_value).detach()
-        q = [plain_forward(critic, s[index]) for critic in critics]
-        loss = 0
-        for n in range(N):
-            for b in range(B):
-                loss = loss + weights[n, index[b]] * (q[n][b, a[index[b]]] - y[b]) ** 2 / B
-        for i, j in itertools.combinations(range(N), 2):
-            x, z = (q[k] - q[k].gather(1, a[index][:, None]) for k in (i, j))
-            loss = loss + N * eta * F.cosine_similarity(x, z).mean()
-        for optimizer in q_optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in q_optimizers:
-            optimizer.step()
-        p = torch.softmax(actor(s[index]), -1)
-        lowest = torch.stack([plain_forward(critic, s[index]) for critic in critics]).min(0).values.detach()
-        objective = (p * (lowest - temperature * p.log())).sum(-1) + coef * p.gather(1, a[index][:, None]).log()[:, 0]
-        gradient = torch.autograd.grad(-objective.mean(), list(actor.parameters()))
-        for parameter, g in zip(actor.parameters(), gradient):
-            parameter.grad = g
-        # alpha rises when the policy is less random than asked, as minus the gradient of alpha (H - target) says
-        missing = 0.3 * math.log(A) + (p * p.log()).sum(-1).mean().item()
-        log_alpha.grad = torch.tensor(-temperature * missing, dtype=torch.float64)
-        pi_optimizer.step()
-        alpha_optimizer.step()
-        for critic, target in zip(critics, targets):
-            for t, t_target in zip(critic, target):
-                t_target.copy_((1 - polyak) * t_target + polyak * t.detach())
-    close = dict(rtol=1e-3, atol=2e-5)
-    for part, expected in (("critic", critics), ("target", targets)):
-        for n, (kind, layer) in itertools.product(range(N), itertools.product(("weights", "biases"), range(3))):
-            value = expected[n][2 * layer + (kind == "biases")].detach().float()
-            torch.testing.assert_close(ours[part][f"{kind}.{layer}"][n].squeeze(0), value, **close)
-    for name, value in actor.state_dict().items():
-        torch.testing.assert_close(ours["actor"][name], value.float(), **close)
-    assert ours["log_alpha"].item() == pytest.approx(log_alpha.item(), abs=1e-5) != math.log(alpha)
-
-
 # ----- the script
+def interrupted(run, monkeypatch, update, *arguments):
+    """A run with Ctrl-C during that update."""
+    randint, calls = torch.randint, []
+
+    def draw(*shape, **options):
+        calls.append(shape)
+        if len(calls) == update:
+            signal.raise_signal(signal.SIGINT)
+        return randint(*shape, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "randint", draw)
+        done = run("ersac_ensemble", *arguments)
+    assert done.code == 130 and "--resume" in done.out and len(calls) == update
+    return done
+
+
 @pytest.mark.parametrize(
-    "flags, method",
+    "flags",
     [
-        (("--uncertainty-set", "box"), "SAC-N"),
-        (("--uncertainty-set", "hull", "--bootstrap"), "ERSAC-CH-N"),
-        (("--uncertainty-set", "ellipsoid", "--autotune"), "ERSAC-Ell-N"),
-        (("--uncertainty-set", "box", "--edac-eta", 1.0, "--prior-scale", 0.5), "EDAC"),
-        (("--no-normalize-obs", "--return-scale", "None", "--no-layer-norm", "--no-anneal-lr"), "ERSAC-Ell-N"),
+        "--uncertainty-set hull --bootstrap",
+        "--uncertainty-set ellipsoid --autotune",
+        "--uncertainty-set box --edac-eta 1 --prior-scale 0.5",
+        "--no-normalize-obs --return-scale None --no-layer-norm --no-anneal-lr",
     ],
 )
-def test_methods_end_to_end_and_resumed_to_the_same_bits(run, load, datasets, flags, method):
-    done = run("ersac_ensemble", *SMALL, *flags)
+def test_interrupted_run_resumes_to_the_same_bits(run, load, datasets, monkeypatch, flags):
+    flags = (*SMALL, *flags.split())
+    done = run("ersac_ensemble", *flags)
     assert done.code == 0, done.err
     whole = load(done.folders[0])
-    assert whole.result["method"] == method and whole.result["dataset_id"] == "test/cartpole-v0"
-    assert whole.result["env_id"] == "CartPole-v1" and done.folders[0].name.startswith("CartPole-v1__")
-    needed = "script method env_id dataset_id seed updates updates_per_second eval_episodes eval_return_mean "
-    needed += "eval_return_std random_return reference_return normalized_return policy_entropy"
-    assert set(needed.split()) == set(whole.result)
-    assert whole.result["normalized_return"] == pytest.approx(100 * (whole.result["eval_return_mean"] - 20) / 480)
     assert [line.split(",")[0] for line in whole.metrics] == ["update", "12", "24"]
-    # the same run stopped after update 15: the checkpoint of update 15 is what a kill would have left behind
-    part = run("ersac_ensemble", *SMALL, *flags, "--exp-name", "part")
-    folder = part.folders[0]
-    stop_after(folder, run, SMALL, flags, 15)
+    (folder,) = interrupted(run, monkeypatch, 15, *flags, "--exp-name", "stopped").folders
+    part = load(folder)
+    assert part.result is None and part.checkpoint["update"] == 12 and part.metrics == whole.metrics[:2]
     rest = run("ersac_ensemble", "--resume", folder)
     assert rest.code == 0, rest.err
     again = load(folder)
@@ -426,31 +793,11 @@ def test_methods_end_to_end_and_resumed_to_the_same_bits(run, load, datasets, fl
     for name in ("critic", "target", "actor"):
         for key, value in whole.checkpoint[name].items():
             assert torch.equal(value, again.checkpoint[name][key]), (name, key)
-    assert {k: v for k, v in again.result.items() if k != "updates_per_second"} == {
-        k: v for k, v in whole.result.items() if k != "updates_per_second"
-    }
-
-
-def stop_after(folder, run, small, flags, update):
-    """Put the checkpoint of an interrupted run into the folder: the same run with Ctrl-C during that update."""
-    original, calls = torch._foreach_lerp_, []
-
-    def interrupt(*arguments):
-        calls.append(1)
-        if len(calls) == update:
-            signal.raise_signal(signal.SIGINT)
-        return original(*arguments)
-
-    torch._foreach_lerp_ = interrupt
-    try:
-        done = run("ersac_ensemble", *small, *flags, "--exp-name", "stopped")
-    finally:
-        torch._foreach_lerp_ = original
-    assert done.code == 130 and "--resume" in done.out
-    for path in folder.iterdir():
-        path.unlink()
-    for path in done.folders[0].iterdir():
-        path.rename(folder / path.name)
+    for name in ("log_alpha", "generator"):
+        assert torch.equal(whole.checkpoint[name], again.checkpoint[name])
+    for result in (whole.result, again.result):
+        assert result.pop("updates_per_second") > 0
+    assert whole.result == again.result
 
 
 def test_same_seed_same_numbers_other_seed_other_numbers(run, load, datasets):
@@ -461,13 +808,36 @@ def test_same_seed_same_numbers_other_seed_other_numbers(run, load, datasets):
     assert first.metrics == second.metrics and first.metrics != third.metrics
 
 
-def test_bootstrap_prior_and_edac_change_the_run(run, load, datasets):
-    runs = [(), ("--bootstrap",), ("--prior-scale", 1.0), ("--uncertainty-set", "box")]
-    runs.append(("--uncertainty-set", "box", "--edac-eta", 1.0))
-    texts = [
-        load(run("ersac_ensemble", *SMALL, *f, "--exp-name", f"x{i}").folders[0]).metrics for i, f in enumerate(runs)
-    ]
-    assert len({tuple(text) for text in texts}) == len(runs)
+def test_environment_with_its_default_data_set(run, load, datasets):
+    flags = ("--env-id", "CartPole-v1", "--dataset-size", 3000, *SHORT, "--num-critics", 2, "--hidden-dim", 8)
+    done = run("ersac_ensemble", *flags)
+    assert done.code == 0, done.err
+    (folder,) = done.folders
+    result = load(folder).result
+    assert folder.name.startswith("CartPole-v1__ersac_ensemble__1__")
+    assert result["env_id"] == "CartPole-v1" and result["dataset_id"] == "ersac/cartpole/tau50-3k-v0"
+    data = plain_data("ersac/cartpole/tau50-3k-v0", 0.99)
+    returns = play(double(done.states[-1]["actor"]), data, gym.make("CartPole-v1"), 3, 2 * 10**6 + 10**5)
+    assert result["eval_return_mean"] == returns.mean()
+
+
+def test_wandb_gets_what_the_run_folder_gets(run, load, datasets, monkeypatch):
+    got = SimpleNamespace(rows=[], summary={}, options=None, finished=0)
+
+    def init(**options):
+        got.options = options
+        log = lambda row, step: got.rows.append(row | {"update": step})  # noqa: E731
+        return SimpleNamespace(log=log, summary=got.summary, finish=lambda: setattr(got, "finished", got.finished + 1))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    flags = ("--track", "--wandb-project-name", "project", "--wandb-entity", "team")
+    done = run("ersac_ensemble", *SMALL, *flags)
+    assert done.code == 0, done.err
+    (folder,) = done.folders
+    assert got.options["id"] == got.options["name"] == folder.name and got.options["config"]["hidden_dim"] == 16
+    assert got.options["project"] == "project" and got.options["entity"] == "team"
+    assert got.rows == rows_of(folder) and len(got.rows) == 2 and got.finished == 1
+    assert got.summary == load(folder).result
 
 
 BAD = [
@@ -479,15 +849,12 @@ BAD = [
     ("--alpha 0 --autotune", "alpha"),
     ("--edac-eta -1", "edac-eta"),
     ("--edac-eta 1", "box"),
-    ("--target-entropy 1.2", "target-entropy"),
     ("--return-scale 0", "return-scale"),
     ("--q-lr 0", "q-lr"),
     ("--batch-size 0", "batch-size"),
     ("--hidden-dim 0", "hidden-dim"),
     ("--total-updates 0", "total-updates"),
-    ("--expectile-tau 1", "expectile-tau"),
     ("--uncertainty-set ball", "uncertainty-set"),
-    ("--eval-only", "resume"),
     ("--resume nowhere", "nowhere"),
     ("--dataset-id test/pendulum-v0", "discrete actions"),
     ("--dataset-id test/lake-v0", "vectors"),
