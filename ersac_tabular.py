@@ -182,7 +182,7 @@ def expectile(values, probs, tau, axis=-1):
     for _ in range(64):  # bisection down to machine precision
         e = 0.5 * (low + high)
         weight = np.where(values < e, tau, 1 - tau)
-        gain = (probs * weight * (values - e)).sum(axis, keepdims=True)  # falls with e
+        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # falls with e
         low = np.where(gain > 0, e, low)
         high = np.where(gain > 0, high, e)
     return (0.5 * (low + high)).squeeze(axis)
