@@ -359,6 +359,7 @@ def update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator
     if tau is None:
         scored = torch.zeros_like(chosen)
     entropy_coef = 0.01 if tau is None else 0.005
+    actor_weight = 1.0 if train_actor else 0.0
     sums = []
     with torch.no_grad():
         old_log_pi = actor(obs).log_softmax(-1).gather(-1, chosen)[:, 0]  # [B]
@@ -377,9 +378,7 @@ def update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator
             policy_entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
             value = action_values(critic, obs[i], tau).gather(-1, scored[i])[:, 0]  # [M]
             critic_loss = (value - y[i]).square().mean()
-            loss = 0.5 * critic_loss
-            if train_actor:
-                loss = loss + actor_loss - entropy_coef * policy_entropy
+            loss = 0.5 * critic_loss + actor_weight * (actor_loss - entropy_coef * policy_entropy)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
