@@ -77,7 +77,7 @@ class Args:
     finish_steps: int | None = None
     """environment steps with the expectile critic, per tau; None is 160k for CartPole, else 300k"""
     floor: float | None = None
-    """greedy return that a policy must reach; None is Gymnasium's threshold (neutral lander: 220)"""
+    """greedy return that a policy must reach; None: Gymnasium's threshold (neutral lander: 220)"""
     hidden_dim: int = 128
     """width of the two hidden layers of actor and critic"""
     policy_lr: float = 1e-3
@@ -85,9 +85,9 @@ class Args:
     gamma: float = 0.995
     """discount factor in [0, 1)"""
     advantage_floor: float | None = None
-    """least divisor of the advantages, else their standard deviation; None is 0.1 for CartPole, else 0"""
+    """least divisor of the advantages (usually their spread); None is 0.1 for CartPole, else 0"""
     reward_scale: float | None = None
-    """factor on the rewards in training, never in the data; None is 0.005 for CartPole, else 0.05"""
+    """factor on the rewards in training, not in the data; None is 0.005 for CartPole, else 0.05"""
 
     eval_episodes: int = 100
     """greedy episodes that measure a policy, and random ones that measure the random policy"""
@@ -157,8 +157,8 @@ def start_tracking(args, run_name, group):
 
 # ===== The environments: whatever Gymnasium has with a vector of observations and discrete actions
 class Simulator:
-    """An environment in training. A seed and the actions since lead to where it is, so that a checkpoint can
-    restore it."""
+    """An environment in training. A seed and the actions since lead to where it is, so that a
+    checkpoint can restore it."""
 
     def __init__(self, env_id):
         self.env = gym.make(env_id, disable_env_checker=True)
@@ -179,14 +179,16 @@ class Simulator:
 
 
 def get_state(env):
-    """All that set_state needs to bring a copy of the environment here; None where that would be unfaithful."""
+    """What set_state needs to bring a copy of the environment here; None where that is unfaithful."""
     e = env.unwrapped
     if hasattr(e, "lander"):  # Box2D hides the impulses of a contact: only flight can be restored
         if any(leg.ground_contact for leg in e.legs):
             return None
         bodies = []
         for body in (e.lander, *e.legs):
-            bodies.append(((*body.position,), body.angle, (*body.linearVelocity,), body.angularVelocity))
+            position = tuple(body.position)
+            velocity = tuple(body.linearVelocity)
+            bodies.append((position, body.angle, velocity, body.angularVelocity))
         return bodies, e.prev_shaping
     if type(e).__module__.startswith("gymnasium.envs.classic_control"):
         return np.array(e.state)
@@ -194,7 +196,7 @@ def get_state(env):
 
 
 def set_state(env, state):
-    """Go to a state of get_state. LunarLander: from an episode with the same seed, for the same ground."""
+    """Go to a state of get_state. LunarLander: from an episode of the same seed, for its ground."""
     e = env.unwrapped
     if not hasattr(e, "lander"):
         e.state = state.copy()
@@ -212,8 +214,12 @@ def set_state(env, state):
 
 # ===== Actor and critic
 def network(obs_dim, out_dim, hidden_dim, head_gain):
-    """Two hidden layers. An actor has A outputs, its logits; a critic has 1 + A, see action_values."""
-    layers = [nn.Linear(obs_dim, hidden_dim), nn.Linear(hidden_dim, hidden_dim), nn.Linear(hidden_dim, out_dim)]
+    """Two hidden layers. An actor has A outputs, its logits; a critic 1 + A, see action_values."""
+    layers = [
+        nn.Linear(obs_dim, hidden_dim),
+        nn.Linear(hidden_dim, hidden_dim),
+        nn.Linear(hidden_dim, out_dim),
+    ]
     for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), head_gain)):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
@@ -221,9 +227,9 @@ def network(obs_dim, out_dim, hidden_dim, head_gain):
 
 
 def action_values(critic, obs, tau):
-    """A common value plus each action's own difference, 0 at first: an action that is rarely seen neither
-    lags behind nor stands out by chance, which an expectile would take for risk. The neutral start (tau
-    None) has one value for all actions. [..., 1 or A]"""
+    """A common value plus each action's own difference, 0 at first: an action that is rarely seen
+    neither lags behind nor stands out by chance, which an expectile would take for risk. The neutral
+    start (tau None) has one value for all actions. [..., 1 or A]"""
     out = critic(obs)  # [..., 1 + A]
     if tau is None:
         return out[..., :1]
@@ -246,8 +252,8 @@ def expectile(values, probs, tau, axis=-1):
 
 
 def risk_weights(values, probs, tau):
-    """The expectile e along the last axis, and rho with e = sum(probs rho values), sum(probs rho) = 1: where
-    e is risk-averse, a bad outcome has rho > 1 and counts for more than its probability."""
+    """The expectile e along the last axis, and rho with e = sum(probs rho values), sum(probs rho) = 1:
+    where e is risk-averse, a bad outcome has rho > 1 and counts for more than its probability."""
     e = expectile(values, probs, tau)
     rho = np.where(values < e[..., None], tau, 1 - tau)
     return e, rho / (probs * rho).sum(-1, keepdims=True)
@@ -263,15 +269,16 @@ def traces(delta, decay, done):
 
 @torch.no_grad()
 def targets(roll, outcomes, actor, critic, tau, args):
-    """The critic's target and the actor's advantage, [T, E] each. For the neutral start (tau None) this is
-    generalised advantage estimation."""
+    """The critic's target and the actor's advantage, [T, E] each. For the neutral start (tau None)
+    this is generalised advantage estimation."""
 
     def values(obs):  # [..., D] -> w [..., A], q [..., A], rho [..., A, A], v [...]
         obs = torch.from_numpy(obs).float()
         w = action_values(critic, obs, tau).double().numpy()
         pi = actor(obs).double().softmax(-1).numpy()
         A = w.shape[-1]
-        q, rho = w, None
+        q = w
+        rho = None
         if outcomes is None:  # p[a, b]: a is chosen, b executed
             p = (1 - args.epsilon) * np.eye(A) + args.epsilon / A
             q, rho = risk_weights(w[..., None, :], p, tau or 0.5)
@@ -283,9 +290,11 @@ def targets(roll, outcomes, actor, critic, tau, args):
     b = roll["executed"].clip(max=w.shape[-1] - 1)
     done = roll["terminated"] | roll["truncated"]
     decay = 0.97 * args.gamma
-    # what may come next, [T, E] or [T, E, N_s]; bootstrapping stops at terminations, never at truncations
-    next_obs, reward, terminated = outcomes or (roll["next_obs"], roll["reward"], roll["terminated"])
+    next_obs, reward, terminated = roll["next_obs"], roll["reward"], roll["terminated"]  # [T, E, ...]
+    if outcomes:
+        next_obs, reward, terminated = outcomes  # [T, E, N_s, ...]
     v_next = values(next_obs)[-1]
+    # bootstrapping stops at terminations, never at truncations
     outcome = args.reward_scale * reward + np.where(terminated, 0.0, args.gamma * v_next)
     if outcomes:  # resample: the critic scores chosen actions, by the expectile over the outcomes
         y, rho = risk_weights(outcome, 1 / outcome.shape[-1], tau)
@@ -302,8 +311,8 @@ def targets(roll, outcomes, actor, critic, tau, args):
 # ===== Policy training
 @torch.no_grad()
 def rollout(sims, actor, epsilon, generator, keep_states):
-    """256 steps of all simulators. The actor chooses; with probability epsilon a random action is executed.
-    Arrays [T, E, ...], and (return, length) of the episodes that ended."""
+    """256 steps of all simulators. The actor chooses; with probability epsilon a random action is
+    executed. Arrays [T, E, ...], and (return, length) of the episodes that ended."""
     columns = ("obs", "chosen", "executed", "next_obs", "reward", "terminated", "truncated")
     roll = {name: [] for name in columns}
     states = []
@@ -331,9 +340,9 @@ def rollout(sims, actor, epsilon, generator, keep_states):
 
 
 def resample(env, roll, num_resamples, epsilon, rng):
-    """N_s outcomes for every (s, a) of a rollout, [T, E, N_s, ...]: the one that happened, and others drawn
-    with the noise and the environment's own randomness. Where the state cannot be restored, the first
-    stands for all."""
+    """N_s outcomes for every (s, a) of a rollout, [T, E, N_s, ...]: the one that happened, and others
+    drawn with the noise and the environment's own randomness. Where the state cannot be restored,
+    the first stands for all."""
     columns = (roll["next_obs"], roll["reward"], roll["terminated"])
     next_obs, reward, terminated = (np.repeat(x[:, :, None], num_resamples, 2) for x in columns)
     for e, t in np.ndindex(roll["reward"].T.shape):
@@ -345,13 +354,16 @@ def resample(env, roll, num_resamples, epsilon, rng):
             continue
         for n in range(1, num_resamples):
             set_state(env, state)
-            b = int(rng.integers(env.action_space.n) if rng.random() < epsilon else roll["chosen"][t, e])
+            b = int(roll["chosen"][t, e])
+            if rng.random() < epsilon:
+                b = int(rng.integers(env.action_space.n))
             next_obs[t, e, n], reward[t, e, n], terminated[t, e, n], *_ = env.unwrapped.step(b)
     return next_obs, reward, terminated
 
 
 def update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator, args):
-    """Four passes over a rollout: least squares for the critic, PPO's clipped steps for the actor."""
+    """Four passes over a rollout: least squares for the critic, PPO's clipped steps for the actor.
+    Every pass has new targets: risk cuts the traces short, so the critic needs the sweeps."""
     obs = torch.from_numpy(roll["obs"]).flatten(0, 1).float()  # [B, D]
     chosen = torch.from_numpy(roll["chosen"]).flatten()[:, None]  # [B, 1]
     executed = torch.from_numpy(roll["executed"]).flatten()[:, None]
@@ -363,7 +375,7 @@ def update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator
     sums = []
     with torch.no_grad():
         old_log_pi = actor(obs).log_softmax(-1).gather(-1, chosen)[:, 0]  # [B]
-    for _ in range(4):  # new targets for each pass: risk cuts the traces short, so the critic needs the sweeps
+    for _ in range(4):
         y, advantage = targets(roll, outcomes, actor, critic, tau, args)
         y = torch.from_numpy(y).float().flatten()  # [B]
         advantage = torch.from_numpy(advantage).float().flatten()
@@ -408,8 +420,8 @@ def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, datase
 
 @torch.no_grad()
 def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None):
-    """An episode of the actor, or of the random policy if it is None. The stored action is the executed one.
-    An episode cut off after limit steps counts as truncated."""
+    """An episode of the actor, or of the random policy if it is None. The stored action is the
+    executed one. An episode cut off after limit steps counts as truncated."""
     seed = int(rng.integers(2**31))
     observations = [env.reset(seed=seed)[0]]
     steps = []
@@ -417,7 +429,8 @@ def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None):
     while not done:
         action = int(rng.integers(env.action_space.n))
         if actor is not None and rng.random() >= epsilon:
-            pi = actor(torch.from_numpy(observations[-1]).float()).double().softmax(-1).numpy()  # [A]
+            logits = actor(torch.from_numpy(observations[-1]).float())  # [A]
+            pi = logits.double().softmax(-1).numpy()
             if greedy:
                 action = int(pi.argmax())
             else:
@@ -441,11 +454,12 @@ def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None):
 def episode_returns(env, actor, episodes, seed):
     """Undiscounted returns of greedy episodes, or of random ones if the actor is None. [episodes]"""
     rng = np.random.default_rng(seed)
-    return np.array([play_episode(env, actor, rng, greedy=True)["rewards"].sum() for _ in range(episodes)])
+    played = [play_episode(env, actor, rng, greedy=True) for _ in range(episodes)]
+    return np.array([episode["rewards"].sum() for episode in played])
 
 
 def collect_episodes(env, actor, epsilon, size, seed):
-    """Episodes with exactly size transitions in all; a smaller data set is the beginning of a larger one."""
+    """Episodes with size transitions in all; a smaller data set is the beginning of a larger one."""
     rng = np.random.default_rng([seed, 0])
     episodes = []
     total = 0
@@ -458,7 +472,7 @@ def collect_episodes(env, actor, epsilon, size, seed):
 
 
 def store_dataset(dataset_id, episodes, env, overwrite, **metadata):
-    """Build the Minari data set in a hidden folder and rename it: a killed run never leaves half a data set."""
+    """Build the Minari data set in a hidden folder and rename it: a kill never leaves half a one."""
     root = get_dataset_path()
     path = get_dataset_path(dataset_id)
     for leftover in root.glob(".ersac-*"):
@@ -466,8 +480,9 @@ def store_dataset(dataset_id, episodes, env, overwrite, **metadata):
             shutil.rmtree(leftover, ignore_errors=True)
     buffers = [EpisodeBuffer(id=i, **episode) for i, episode in enumerate(episodes)]
     with tempfile.TemporaryDirectory(prefix=".ersac-", dir=root) as hidden:
-        with mock.patch.dict(os.environ, MINARI_DATASETS_PATH=hidden), warnings.catch_warnings(action="ignore"):
-            minari.create_dataset_from_buffers(dataset_id, buffers, env=env, **metadata)
+        with mock.patch.dict(os.environ, MINARI_DATASETS_PATH=hidden):
+            with warnings.catch_warnings(action="ignore"):
+                minari.create_dataset_from_buffers(dataset_id, buffers, env=env, **metadata)
         os.makedirs(path.parent, exist_ok=True)
         if overwrite and path.exists():
             os.rename(path, os.path.join(hidden, "replaced"))
@@ -508,20 +523,23 @@ if __name__ == "__main__":
     if not 0 <= args.early_fraction <= 1:
         sys.exit(f"--early-fraction {args.early_fraction}: it must be a share between 0 and 1.")
     if args.early_fraction > 0 and (args.env_id, args.expectile_tau) != ("LunarLander-v3", 0.5):
-        sys.exit("--early-fraction: there is an early policy for LunarLander-v3 and --expectile-tau 0.5 only.")
+        sys.exit("--early-fraction: only LunarLander-v3 with --expectile-tau 0.5 has an early policy.")
     try:
         tempfile.TemporaryFile(dir=get_dataset_path()).close()
     except OSError as error:
-        sys.exit(f"{error.filename}: Minari cannot write there ({error.strerror}); set MINARI_DATASETS_PATH.")
+        why = error.strerror
+        sys.exit(f"{error.filename}: Minari cannot write there ({why}); set MINARI_DATASETS_PATH.")
     try:
         env = gym.make(args.env_id, disable_env_checker=True)
         env.reset(seed=0)
     except Exception as error:
         sys.exit(f"--env-id {args.env_id}: {' '.join(str(error).split()).rstrip('.')}.")
-    if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
-        sys.exit(f"--env-id {args.env_id}: its actions are {env.action_space}, but they must be Discrete.")
-    if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
-        sys.exit(f"--env-id {args.env_id}: its observations are {env.observation_space}, not a vector.")
+    actions = env.action_space
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        sys.exit(f"--env-id {args.env_id}: its actions are {actions}, but they must be Discrete.")
+    observations = env.observation_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        sys.exit(f"--env-id {args.env_id}: its observations are {observations}, not a vector.")
     if args.estimator == "resample" and get_state(env) is None:
         sys.exit(f"--estimator resample: states of {args.env_id} cannot be restored; use action-noise.")
 
@@ -534,28 +552,46 @@ if __name__ == "__main__":
         args.reward_scale = 0.005 if cartpole else 0.05
     if args.advantage_floor is None:
         args.advantage_floor = 0.1 if cartpole else 0.0
-    D = env.observation_space.shape[0]
-    A = int(env.action_space.n)
+    if min(args.start_steps, args.finish_steps) < 1:
+        sys.exit("--start-steps, --finish-steps: each at least 1.")
+    D = observations.shape[0]
+    A = int(actions.n)
     torch.set_num_threads(1)  # the networks are too small to share
 
     # ----- the data set: is there anything to do?
-    wanted = (args.env_id, args.expectile_tau, args.dataset_size, args.early_fraction, args.dataset_seed)
-    dataset_id = dataset_name(*wanted)
+    dataset_id = dataset_name(
+        args.env_id,
+        args.expectile_tau,
+        args.dataset_size,
+        args.early_fraction,
+        args.dataset_seed,
+    )
     if get_dataset_path(dataset_id).exists() and not args.overwrite:
         print(f"{dataset_id} exists and is left alone; --overwrite replaces it.")
         sys.exit(0)
 
-    # ----- policies: those at hand. All taus share one neutral start (tau None); tau 0.5 is the reference
+    # ----- policies: those at hand
     env_name = dataset_id.split("/")[1]
-    names = {None: f"{env_name}-start"}
-    for tau in (0.5, args.expectile_tau):
-        names[tau] = f"{env_name}-{dataset_name(args.env_id, tau, 1000).split('/')[2].split('-')[0]}"
+    names = {None: f"{env_name}-start"}  # tau None: the neutral start, which all taus share
+    for tau in (0.5, args.expectile_tau):  # 0.5 is the reference
+        level = dataset_name(args.env_id, tau, 1000).split("/")[2]  # such as tau90-1k-v0
+        names[tau] = f"{env_name}-{level.split('-')[0]}"
     policy_dir = args.policy_dir
     if policy_dir is None:
         policy_dir = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
-    shaping = ("env_id", "epsilon", "estimator", "num_resamples", "start_steps", "finish_steps", "hidden_dim")
-    shaping += ("policy_lr", "gamma", "reward_scale", "advantage_floor")
-    shaping = {name: getattr(args, name) for name in shaping}  # these and the seed make a policy
+    shaping = {  # these and the seed make a policy
+        "env_id": args.env_id,
+        "epsilon": args.epsilon,
+        "estimator": args.estimator,
+        "num_resamples": args.num_resamples,
+        "start_steps": args.start_steps,
+        "finish_steps": args.finish_steps,
+        "hidden_dim": args.hidden_dim,
+        "policy_lr": args.policy_lr,
+        "gamma": args.gamma,
+        "reward_scale": args.reward_scale,
+        "advantage_floor": args.advantage_floor,
+    }
     policies = checkpoint["policies"] if checkpoint else {}
     current = checkpoint["current"] if checkpoint else None  # a policy in training
     to_train = []
@@ -574,6 +610,13 @@ if __name__ == "__main__":
             sys.exit(f"{path}: damaged ({type(error).__name__}); delete it or use --retrain.")
         if other:
             sys.exit(f"{path}: trained with another {' and '.join(other)}; use --retrain.")
+    if to_train and not args.retrain:
+        try:
+            os.makedirs(policy_dir, exist_ok=True)
+            tempfile.TemporaryFile(dir=policy_dir).close()
+        except OSError as error:
+            why = error.strerror
+            sys.exit(f"{policy_dir}: cannot write there ({why}); choose another --policy-dir.")
 
     # ----- run folder: new, or as the checkpoint left it
     rows = []
@@ -588,13 +631,8 @@ if __name__ == "__main__":
             sys.exit(f"{folder} exists; choose another --exp-name.")
         write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
     keep_in = [folder]  # where a trained policy goes
-    if to_train and not args.retrain:
+    if not args.retrain:
         keep_in.append(policy_dir)
-        try:
-            os.makedirs(policy_dir, exist_ok=True)
-            tempfile.TemporaryFile(dir=policy_dir).close()
-        except OSError as error:
-            sys.exit(f"{policy_dir}: cannot write there ({error.strerror}); choose another --policy-dir.")
     track = start_tracking(args, run_name, f"{args.env_id} behaviour")
 
     def save(current):
@@ -664,9 +702,16 @@ if __name__ == "__main__":
 
         score = -math.inf
         per_round = math.ceil(steps / (256 * len(sims)))
-        bar = tqdm(range(first, 3 * per_round), name, per_round, unit="rollout", initial=first, mininterval=1)
+        bar = tqdm(
+            range(first, 3 * per_round),
+            desc=name,
+            total=per_round,
+            unit="rollout",
+            initial=first,
+            mininterval=1,
+        )
         for i in bar:
-            # sample transitions by executing the current policy; draw the N_s outcomes if they are asked for
+            # sample transitions by executing the current policy, and the N_s outcomes if asked for
             started = time.time()
             resampling = tau is not None and args.estimator == "resample"
             roll, finished = rollout(sims, actor, epsilon, generator, resampling)
@@ -675,9 +720,9 @@ if __name__ == "__main__":
                 rng = np.random.default_rng([args.seed, 3, i])
                 outcomes = resample(copy_env, roll, args.num_resamples, epsilon, rng)
 
-            # compute the expectile targets, update value function and policy; a new tau trains its critic first
+            # compute the expectile targets, update value function and policy
             optimizer.param_groups[0]["lr"] = lr * (1 - i % per_round / per_round)
-            train_actor = tau is None or i >= 8
+            train_actor = tau is None or i >= 8  # a new tau trains its critic first
             metrics = update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator, args)
 
             recent = (recent + finished)[-100:]
@@ -695,8 +740,9 @@ if __name__ == "__main__":
             if track:
                 track.log(row, step=len(rows))
             bar.set_postfix_str(f"return={episode_return:.1f}, length={length:.0f}", refresh=False)
-            if (i + 1) % per_round == 0:  # a bad policy is never stored: train on, or give up with a word
-                score = episode_returns(env, actor, args.eval_episodes, [args.seed, 4, i]).mean().item()
+            if (i + 1) % per_round == 0:  # a bad policy is never stored: train on, or give up
+                greedy = episode_returns(env, actor, args.eval_episodes, [args.seed, 4, i])
+                score = greedy.mean().item()
                 tqdm.write(f"{name}: greedy return {score:.1f}, the floor is {floor:g}")
                 if score >= floor:
                     break
@@ -714,6 +760,7 @@ if __name__ == "__main__":
                 write_metrics(folder, rows)
                 save(current)
         bar.close()
+        write_metrics(folder, rows)
         if score < floor:
             sys.exit(f"{name}: below the floor {floor:g} after three rounds, not stored; try another --seed.")
         policies[tau] = {
@@ -729,7 +776,6 @@ if __name__ == "__main__":
         for place in keep_in:
             write_metrics(os.path.join(place, name), [row for row in rows if row["policy"] == name])
             write_file(os.path.join(place, name), "policy.pt", buffer.getvalue())
-        write_metrics(folder, rows)
         current = None
         save(current)
 
@@ -739,8 +785,9 @@ if __name__ == "__main__":
     actor.load_state_dict(policy["actor"])
     early = round(args.early_fraction * args.dataset_size)
     episodes = []
-    if args.dataset_size > early:
-        episodes += collect_episodes(env, actor, args.epsilon, args.dataset_size - early, args.dataset_seed)
+    neutral = args.dataset_size - early
+    if neutral > 0:
+        episodes += collect_episodes(env, actor, args.epsilon, neutral, args.dataset_seed)
     if early > 0:
         path = os.path.join(policy_dir, "early", names[0.5], "policy.pt")
         try:
@@ -751,9 +798,10 @@ if __name__ == "__main__":
 
     # ----- storing
     description = (
-        f"Behaviour policy: dynamic expectiles, tau {args.expectile_tau} (0.1 seeks risk, 0.9 avoids it), greedy "
-        f"return {policy['greedy_return']:.1f}, training {policy['args']}. Executed actions, random ones with "
-        f"probability {args.epsilon}; share of an early policy {args.early_fraction}; seed {args.dataset_seed}."
+        f"Behaviour policy: dynamic expectiles, tau {args.expectile_tau} "
+        f"(0.1 seeks risk, 0.9 avoids it), greedy return {policy['greedy_return']:.1f}, "
+        f"training {policy['args']}. Executed actions, random ones with probability {args.epsilon}; "
+        f"share of an early policy {args.early_fraction}; seed {args.dataset_seed}."
     )
     box2d = "[box2d]" if "box2d" in str(env.spec.entry_point) else ""
     store_dataset(
@@ -787,4 +835,5 @@ if __name__ == "__main__":
     if track:
         track.summary.update(result)
         track.finish()
-    print(f"{dataset_id}: {args.dataset_size} transitions, {len(episodes)} episodes, mean return {mean:.1f}")
+    count = f"{args.dataset_size} transitions, {len(episodes)} episodes"
+    print(f"{dataset_id}: {count}, mean return {mean:.1f}")

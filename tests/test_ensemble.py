@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -819,6 +820,13 @@ def test_environment_with_its_default_data_set(run, load, datasets):
     data = plain_data("ersac/cartpole/tau50-3k-v0", 0.99)
     returns = play(double(done.states[-1]["actor"]), data, gym.make("CartPole-v1"), 3, 2 * 10**6 + 10**5)
     assert result["eval_return_mean"] == returns.mean()
+
+
+def test_the_docs_page_explains_every_column(run, datasets):
+    page = (ROOT / "docs" / "ersac_ensemble.md").read_text()
+    explained = re.findall(r"^\| `(\w+/\w+)` \|", page, re.MULTILINE)
+    (folder,) = run("ersac_ensemble", *SMALL).folders
+    assert sorted(explained) == sorted(set(rows_of(folder)[0]) - {"update"})
 
 
 def test_wandb_gets_what_the_run_folder_gets(run, load, datasets, monkeypatch):
