@@ -1,8 +1,9 @@
 # docs: docs/ersac_atari.md
-"""ERSAC on pixels: the Atari appendix of "Epistemic Robust Offline Reinforcement Learning", with its baselines.
+"""ERSAC on pixels: the Atari appendix of "Epistemic Robust Offline Reinforcement Learning".
 
-All methods use one convolutional encoder and one training loop and differ only in critic and policy objectives:
-SAC-N, ERSAC-CH-N, ERSAC-Ell-N (N heads), ERSAC-Ell-Epi* (an Epinet head), CQL, IQL and BRAC-BCQ. One run:
+All methods use one convolutional encoder and one training loop and differ only in critic and policy
+objectives: SAC-N, ERSAC-CH-N, ERSAC-Ell-N (N heads), ERSAC-Ell-Epi* (an Epinet head), and the
+baselines CQL, IQL and BRAC-BCQ. One run:
 
     python ersac_atari.py --env-id Breakout --algo ersac-ell-epi-star
 """
@@ -194,7 +195,7 @@ def start_tracking(args, run_name, group):
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
 
 
-# ===== The data: frames once each, stacked when a batch is drawn, and the environment to evaluate in
+# ===== The data: frames once each, stacked when a batch is drawn; the environment to evaluate in
 def find_atari_dataset(args):
     """The data set to learn from, downloaded if it is not here."""
     dataset_id = args.dataset_id or f"atari/{args.env_id.lower()}/expert-v0"
@@ -202,11 +203,12 @@ def find_atari_dataset(args):
         return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
         why = " ".join(str(error).split())[:150] or type(error).__name__
-        sys.exit(f"{dataset_id}: neither here nor downloaded, or damaged ({why}); see record_atari.py in docs.")
+        state = f"neither here nor downloaded, or damaged ({why})"
+        sys.exit(f"{dataset_id}: {state}; see record_atari.py in docs.")
 
 
 def decode(frame):
-    """A raw frame, grey and 84x84 by area averaging, for data and evaluation alike. [84, 84] uint8"""
+    """A raw frame, grey and 84x84 by area averaging, in data and evaluation. [84, 84] uint8"""
     return np.asarray(Image.fromarray(frame).convert("L").resize((84, 84), Image.Resampling.BOX))
 
 
@@ -216,15 +218,16 @@ def check_spaces(dataset):
     space = dataset.spec.observation_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         sys.exit(f"{name} has {actions} actions; this script needs discrete actions from 0 on.")
-    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or space.shape[2:] not in ((3,), ()):
+    image = isinstance(space, gym.spaces.Box) and space.dtype == np.uint8
+    if not image or space.shape[2:] not in ((3,), ()):  # colours, or none
         sys.exit(f"{name} has {space} observations; this script needs uint8 images.")
     if dataset.spec.env_spec is None:
         sys.exit(f"{name} names no environment, so no policy could be evaluated.")
 
 
 def decode_episodes(dataset, folder):
-    """All frames once, [T + 1 per episode, 84, 84], and for every transition the numbers of its frame and of
-    its episode's first one, action, reward, terminated: frames.npy and columns.npz."""
+    """Write frames.npy, all frames once, [T + 1 per episode, 84, 84], and columns.npz: for every
+    transition the numbers of its frame and of its episode's first one, action, reward, terminated."""
     name = dataset.spec.dataset_id
     shape = (int(dataset.total_steps + dataset.total_episodes), 84, 84)
     frames = np.lib.format.open_memmap(os.path.join(folder, "frames.npy"), "w+", np.uint8, shape)
@@ -235,26 +238,28 @@ def decode_episodes(dataset, folder):
         T = len(episode.rewards)
         reward = np.float32(episode.rewards)
         if not len(episode.observations) - 1 == len(episode.actions) == T:
-            sys.exit(f"{name}: episode {episode.id} needs T + 1 observations and T of everything else.")
+            sys.exit(f"{name}: episode {episode.id} needs T + 1 observations, T of all else.")
         if not np.isfinite(reward).all():
             sys.exit(f"{name} holds rewards that are not finite.")
         for t in range(T + 1):
             frames[at + t] = decode(episode.observations[t])
         number = at + np.arange(T)
         first = np.full(T, at)
-        columns.append((number, first, np.int64(episode.actions), reward, np.float32(episode.terminations)))
+        action = np.int64(episode.actions)
+        terminated = np.float32(episode.terminations)
+        columns.append((number, first, action, reward, terminated))
         at += T + 1
     np.savez(os.path.join(folder, "columns.npz"), *map(np.concatenate, zip(*columns)))
     frames.flush()
 
 
 def load_frames(dataset, cache_dir):
-    """Frames, memory-mapped, and the columns of decode_episodes. What was decoded once is kept on disk."""
+    """Frames, memory-mapped, and columns of decode_episodes. Decoded once, then kept on disk."""
     check_spaces(dataset)
     name = dataset.spec.dataset_id
     source = str(dataset.storage.data_path)
     files = sorted((x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in os.scandir(source))
-    key = hashlib.sha1(repr((name, files)).encode()).hexdigest()[:16]  # another one when the data set changes
+    key = hashlib.sha1(repr((name, files)).encode()).hexdigest()[:16]  # new when the data change
     parent = cache_dir or os.path.dirname(source)
     cache = os.path.join(parent, f"frames84-{key}")
     temporary = f"{cache}.{os.getpid()}.tmp"
@@ -265,7 +270,8 @@ def load_frames(dataset, cache_dir):
             os.rename(temporary, cache)
         except OSError as error:
             if error.strerror and not os.path.isdir(cache):  # it is there if another run was faster
-                sys.exit(f"{parent}: cannot keep frames there ({error.strerror}); choose another --cache-dir.")
+                why = error.strerror
+                sys.exit(f"{parent}: cannot keep frames there ({why}); choose another --cache-dir.")
             if not os.path.isdir(cache):
                 sys.exit(f"{name}: cannot be read ({error}); `minari delete {name}`, try again.")
         except Exception as error:
@@ -278,14 +284,14 @@ def load_frames(dataset, cache_dir):
 
 
 def stack(frames, number, first):
-    """Frame `number` and the three before it; before an episode's start its first one repeats. [B, 4, 84, 84]"""
+    """Frame `number` and the three before it; an episode's first one repeats. [B, 4, 84, 84]"""
     numbers = number[:, None] + torch.arange(-3, 1)  # [B, 4]
     return torch.from_numpy(frames[torch.maximum(numbers, first[:, None]).numpy()])
 
 
 def n_step(first, reward, terminated, gamma, n):
-    """Discounted reward of n steps, fewer at an episode's end; discount after them; their number; did they end
-    the episode? [|D|] each"""
+    """Discounted reward of n steps, fewer at an episode's end; discount after them; their number;
+    did they end the episode? [|D|] each"""
     t = torch.arange(len(reward))
     total = torch.zeros(len(reward))
     steps = torch.zeros(len(reward), dtype=torch.long)
@@ -298,12 +304,12 @@ def n_step(first, reward, terminated, gamma, n):
 
 
 def make_atari_env(dataset, video_folder=None):
-    """The environment that the data set recovers, its observations decoded and stacked like the data."""
+    """The environment that the data set recovers, its frames decoded and stacked like the data."""
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gym.register_envs(ale_py)
     mode = {"render_mode": "rgb_array"} if video_folder else {}
     env = dataset.recover_environment(eval_env=True, **mode)
-    if env.spec.max_episode_steps is None:  # as in ALE, where Breakout without a ball would last for ever
+    if env.spec.max_episode_steps is None:  # Breakout without a ball would last for ever; as in ALE
         env = gym.wrappers.TimeLimit(env, 27_000)
     if video_folder:
         env = gym.wrappers.RecordVideo(env, video_folder, lambda episode: episode == 0)
@@ -313,7 +319,7 @@ def make_atari_env(dataset, video_folder=None):
 
 # ===== Critic: the encoder of all methods, and the heads that read it
 class EnsembleHeads(nn.Module):
-    """N linear critics on the features, each with its frozen prior. forward(psi [B, H]) -> q [N, B, A]"""
+    """N linear critics, each with its frozen prior. forward(psi [B, H]) -> q [N, B, A]"""
 
     def __init__(self, hidden_dim, num_actions, num_critics, prior_scale):
         super().__init__()
@@ -328,7 +334,7 @@ class EnsembleHeads(nn.Module):
 
 
 class EpinetHeads(nn.Module):
-    """Mean and stochastic head, linear in the index z, no gradient from the latter into the features.
+    """Mean and stochastic head, linear in the index z; only the mean's gradient reaches the encoder.
     forward(psi [B, H]) -> mu [B, A], sigma_bar [B, A, d_z]"""
 
     def __init__(self, hidden_dim, num_actions, index_dim, prior_scale):
@@ -347,8 +353,9 @@ class EpinetHeads(nn.Module):
 
 
 class PixelNetwork(nn.Module):
-    """The Nature CNN (Mnih et al., 2015), its features normalised, and the heads that read them, for critic
-    and actor; value is IQL's V(s), behaviour BRAC-BCQ's cloned policy. forward(obs) -> what the heads return"""
+    """The Nature CNN (Mnih et al., 2015), its features normalised, and the heads that read them, for
+    critic and actor; value is IQL's V(s), behaviour BRAC-BCQ's cloned policy.
+    forward(obs [B, 4, 84, 84]) -> what the heads return"""
 
     def __init__(self, heads, hidden_dim, num_actions, mean, std):
         super().__init__()
@@ -365,7 +372,8 @@ class PixelNetwork(nn.Module):
 
     def encoder(self, obs):
         """obs [B, 4, 84, 84] uint8 -> psi [B, H]"""
-        return self.cnn(((obs - self.mean) / self.std).contiguous(memory_format=torch.channels_last))
+        x = (obs - self.mean) / self.std
+        return self.cnn(x.contiguous(memory_format=torch.channels_last))
 
     def forward(self, obs):
         return self.heads(self.encoder(obs))
@@ -462,19 +470,19 @@ def actor_loss(pi, log_pi, q_star, alpha):
 
 # ===== CQL: Kumar et al., Conservative Q-Learning for Offline RL, 2020
 def cql_penalty(q, action):
-    """CQL(H): log sum_a' exp Q(s, a') - Q(s, a) lowers values of actions that the data do not take. [N, B]"""
+    """CQL(H): log sum_a' exp Q(s, a') - Q(s, a) lowers actions that the data do not take. [N, B]"""
     return q.logsumexp(-1) - q[:, torch.arange(len(action), device=q.device), action]
 
 
 # ===== IQL: Kostrikov et al., Offline RL with Implicit Q-Learning, 2021; weights up to 100
 def expectile_loss(error, tau):
-    """|tau - 1(error < 0)| error^2, error = Q(s, a) - V(s): V leans to the better actions of the data. [B]"""
+    """|tau - 1(error < 0)| error^2, error = Q(s, a) - V(s): V leans to the better actions. [B]"""
     return torch.where(error < 0, 1 - tau, tau) * error.square()
 
 
-# ===== BRAC-BCQ: discrete BCQ (Fujimoto et al., 2019; logits' penalty 0.01), BRAC's KL (Wu et al., 2019)
+# ===== BRAC-BCQ: discrete BCQ (Fujimoto et al., 2019) with BRAC's KL penalty (Wu et al., 2019)
 def bcq_filter(log_b, threshold):
-    """Allowed actions: b(a|s) / max_a' b(a'|s) above the threshold; the likeliest one always is. [B, A] bool"""
+    """Actions with b(a|s) / max_a' b(a'|s) above the threshold, and the likeliest. [B, A] bool"""
     ratio = (log_b - log_b.amax(-1, keepdim=True)).exp()
     return (ratio > threshold) | (ratio == 1)
 
@@ -487,8 +495,8 @@ def brac_kl(pi, log_pi, log_b):
 # ===== Evaluation
 @torch.no_grad()
 def play(policy, envs, episodes, seed, device, epsilon=0.0):
-    """Undiscounted, unclipped returns of the greedy policy, after 0 to 30 no-ops, len(envs) side by side; a
-    random action with probability epsilon. [episodes]"""
+    """Undiscounted, unclipped returns of the greedy policy, after 0 to 30 no-ops, len(envs) side by
+    side; a random action with probability epsilon. [episodes]"""
     returns = np.zeros(episodes)
     for start in range(0, episodes, len(envs)):
         running = {start + i: env for i, env in enumerate(envs) if start + i < episodes}
@@ -546,10 +554,13 @@ if __name__ == "__main__":
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
     if not (args.q_lr > 0 and args.policy_lr > 0 and 0 < args.polyak <= 1 and args.alpha >= 0):
         sys.exit("--q-lr, --policy-lr: above 0; --polyak: in (0, 1]; --alpha: at least 0.")
-    if not (0 < args.iql_expectile < 1 and 0 <= args.bcq_threshold < 1 and 0 <= args.eval_epsilon <= 1):
-        sys.exit("--iql-expectile: in (0, 1); --bcq-threshold: in [0, 1); --eval-epsilon: a probability.")
+    if not (0 < args.iql_expectile < 1 and 0 <= args.bcq_threshold < 1):
+        sys.exit("--iql-expectile: in (0, 1); --bcq-threshold: in [0, 1).")
+    if not 0 <= args.eval_epsilon <= 1:
+        sys.exit(f"--eval-epsilon {args.eval_epsilon}: it must be a probability.")
     if not args.dataset_id and args.env_id not in GAMES:
-        sys.exit(f"--env-id {args.env_id}: it must be one of {', '.join(GAMES)}; or give a --dataset-id.")
+        games = ", ".join(GAMES)
+        sys.exit(f"--env-id {args.env_id}: it must be one of {games}; or give a --dataset-id.")
     if checkpoint and args.total_updates < checkpoint["update"]:
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
 
@@ -569,7 +580,7 @@ if __name__ == "__main__":
     A = int(dataset.spec.action_space.n)
     env_id = dataset.spec.env_spec.id
     some = torch.tensor(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
-    fingerprint = [size, action.sum().item(), reward.sum().item(), some.sum().item()]  # to notice changes
+    fingerprint = [size, action.sum().item(), reward.sum().item(), some.sum().item()]  # of the data
     c = F.normalize(torch.randn(size, args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor with an encoder of its own
@@ -590,7 +601,7 @@ if __name__ == "__main__":
     radius = math.sqrt(chi2.ppf(args.upsilon, A)) if star else None
 
     def worst_case(output, pi):
-        """q* from what the heads return; the baselines take the lower of their two critics. [B, A]"""
+        """q* from what the heads return; a baseline takes the lower of its two critics. [B, A]"""
         if star:
             mu, sigma_bar = output  # [B, A], [B, A, d_z]
             return worst_case_gaussian(mu, sigma_bar, pi, radius)
@@ -601,7 +612,7 @@ if __name__ == "__main__":
         return worst_case_box(output, pi)
 
     def log_policy(obs):
-        """log pi, and for BRAC-BCQ log b, by which BCQ's filter rules actions out. [B, A], [B, A]"""
+        """log pi, and for BRAC-BCQ log b, whose filter rules actions out. [B, A], [B, A]"""
         logits = actor(obs)
         log_b = None
         if algo == "brac-bcq":
@@ -659,10 +670,11 @@ if __name__ == "__main__":
     track = start_tracking(args, run_name, f"{env_id} {method}")
     envs = [make_atari_env(dataset) for _ in range(min(args.eval_episodes, 10))]
 
-    # ----- cloned start: the critic then judges a policy that the data know; a resumed run clones anew
+    # ----- cloned start: the critic then judges a policy that the data know
     if not cloned:
         for step in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
-            policy_optimizer.param_groups[0]["lr"] = args.policy_lr * (1 - step / args.clone_updates)
+            left = 1 - step / args.clone_updates
+            policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
             index = torch.randint(size, (args.batch_size,), generator=generator)
             logits = actor(stack(frames, frame[index], first[index]).to(device))  # [B, A]
             policy_optimizer.zero_grad()
@@ -692,7 +704,8 @@ if __name__ == "__main__":
         with torch.no_grad():
             if algo == "iql":  # no action but the data's is ever asked for
                 y = r + gamma_n * (1 - ended) * critic.value(critic.encoder(s_next))[:, 0]  # [B]
-                q_old = worst_case_box(target_critic(s), None).gather(1, a[:, None])[:, 0]  # Q(s, a), [B]
+                q_low = worst_case_box(target_critic(s), None)  # [B, A]
+                q_old = q_low.gather(1, a[:, None])[:, 0]  # Q(s, a), [B]
             else:
                 log_pi, log_b = log_policy(s_next)  # [B, A]
                 pi = log_pi.exp()
