@@ -68,6 +68,8 @@ class Args:
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
+    targets: Literal["own", "shared"] = "own"
+    """own: every critic bootstraps from itself; shared: the paper's one robust target for all"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
     """set over the critics' Q-vectors: box (this is SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
@@ -78,12 +80,14 @@ class Args:
     """weight of the ensemble-similarity term; above 0 the method is EDAC"""
     bootstrap: bool = False
     """weigh every transition, for every critic, by a fixed Poisson(1) draw: a bootstrap resample"""
-    prior_scale: float = 0.0
-    """add this much of a frozen random network to every critic (randomised priors)"""
+    prior_scale: float = 30.0
+    """add this much of a frozen random network to every critic; 0, no prior, is the paper's form"""
+    input_scale: float = 3.0
+    """factor on the observation that critics and priors read; 1 is the paper's form"""
     layer_norm: bool = True
     """layer normalisation in the critics, which keeps values of unseen actions from running away"""
 
-    total_updates: int = 20_000
+    total_updates: int = 10_000
     """updates of critics, actor and entropy coefficient"""
     batch_size: int = 128
     """transitions in a minibatch"""
@@ -290,7 +294,8 @@ class EnsembleCritic(nn.Module):
 
 
 def critic_loss(q, action, target):
-    """Squared errors of all critics, [N, B]. The caller takes the mean over B and the sum over N."""
+    """Squared errors of all critics against one target [B] or their own [N, B]; a mean over B and a
+    sum over N make the loss. [N, B]"""
     return (q[:, torch.arange(len(action), device=q.device), action] - target).square()
 
 
@@ -371,7 +376,8 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state. [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B]. With
+    q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
     v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
     return reward + gamma * (1 - terminated) * v
 
@@ -425,6 +431,8 @@ if __name__ == "__main__":
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
     if args.edac_eta < 0 or (args.edac_eta > 0 and args.uncertainty_set != "box"):
         sys.exit(f"--edac-eta {args.edac_eta}: at least 0, and with --uncertainty-set box only.")
+    if args.edac_eta > 0 and (args.targets == "own" or args.prior_scale > 0):
+        sys.exit("--edac-eta: EDAC has shared targets and no prior; add --targets shared --prior-scale 0.")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
     if not (args.q_lr > 0 and args.policy_lr > 0 and 0 < args.polyak <= 1):
@@ -495,9 +503,10 @@ if __name__ == "__main__":
 
     def q_values(network, obs):
         """Q-vectors of all critics, with the frozen prior if there is one. [N, B, A]"""
+        x = args.input_scale * obs
         if args.prior_scale > 0:
-            return network(obs) + args.prior_scale * prior(obs)
-        return network(obs)
+            return network(x) + args.prior_scale * prior(x)
+        return network(x)
 
     def worst_case(q, pi):
         """q* of the chosen set. [B, A]"""
@@ -512,6 +521,10 @@ if __name__ == "__main__":
     method = names[args.uncertainty_set]
     if args.edac_eta > 0:
         method = "EDAC"
+    elif args.uncertainty_set == "box" and (args.targets == "own" or args.prior_scale > 0):
+        method = "ERSAC-Box-N"  # SAC-N is the shared minimum of critics without priors
+    if args.targets == "own":
+        method += "-own"
     start = 0
     rows = []
     if checkpoint:
@@ -569,12 +582,14 @@ if __name__ == "__main__":
         s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; ended: no truncations
         alpha = log_alpha.detach().exp()
 
-        # compute target: worst case over the target critics' set
+        # compute target: the paper's worst case over the target critics' set, or every critic its own
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             pi = log_pi.exp()
-            q_star = worst_case(q_values(target_critic, s_next), pi)  # [B, A]
-            y = robust_target(r, ended, pi, log_pi, q_star, alpha, args.gamma)  # [B]
+            q_next = q_values(target_critic, s_next)  # [N, B, A]
+            if args.targets == "shared":
+                q_next = worst_case(q_next, pi)  # q*, [B, A]
+            y = robust_target(r, ended, pi, log_pi, q_next, alpha, args.gamma)  # [B], or [N, B]
 
         # critic update: mean over the batch, sum over the critics
         q = q_values(critic, s)  # [N, B, A]
@@ -623,6 +638,7 @@ if __name__ == "__main__":
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
                     "charts/q_data_actions": mu[taken].mean(),
                     "charts/q_minus_return": (mu[taken] - returns[index]).nanmean(),  # where known
+                    "charts/q_star_minus_return": (q_star[taken] - returns[index]).nanmean(),
                     "charts/std_data_actions": std[taken].mean(),
                     "charts/std_other_actions": std[~taken].mean(),
                     "charts/radius": ellipsoid_radius(d, args.upsilon).mean(),

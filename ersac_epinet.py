@@ -70,8 +70,12 @@ class Args:
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
+    targets: Literal["own", "shared"] = "own"
+    """own: every index z bootstraps from itself; shared: the paper's one robust target for all"""
     method: Literal["ell-epi-star", "ell-epi"] = "ell-epi-star"
     """ell-epi-star: the set in closed form; ell-epi: the set through sampled indices"""
+    uncertainty_set: Literal["ellipsoid", "box"] = "ellipsoid"
+    """shape of the set; the box is the ellipsoid's bounding box (ell-epi-star only)"""
     upsilon: float = 0.9
     """probability (ell-epi-star, below 1) or share of the samples (ell-epi) that the set covers"""
     index_dim: int = 16
@@ -80,9 +84,13 @@ class Args:
     """N, the indices drawn for the sampled set and loss of ell-epi"""
     head: Literal["linear", "mlp"] = "linear"
     """stochastic head: linear in z (the paper's), or an MLP that reads z too (ell-epi only)"""
-    prior_scale: float = 0.3
+    head_input: Literal["obs", "features"] = "obs"
+    """what the stochastic heads read: the observation, or the features of the mean (the paper's form)"""
+    input_scale: float = 3.0
+    """factor on the observation that the heads read: how fast the prior varies between states"""
+    prior_scale: float = 3.0
     """size of the frozen prior head, the uncertainty where there are no data"""
-    noise_scale: float = 0.01
+    noise_scale: float = 0.1
     """size of the noise that every transition adds to its target along its own direction c"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
@@ -91,7 +99,7 @@ class Args:
     layer_norm: bool = True
     """layer normalisation in the critic, which keeps values of unseen actions from running away"""
 
-    total_updates: int = 20_000
+    total_updates: int = 10_000
     """updates of critic, actor and entropy coefficient"""
     batch_size: int = 256
     """transitions in a minibatch"""
@@ -266,51 +274,77 @@ def make_eval_env(dataset, env_id, video_folder=None):
 
 # ===== Critic: one network with a mean and a stochastic head
 class EpinetCritic(nn.Module):
-    """q(s, a, z) = mu(s, a) + <sigma_L(psi, a) + prior_scale sigma_P(psi, a), z>, with no gradient
-    from sigma into the features psi(s).
+    """q(s, a, z) = mu(s, a) + <sigma_L(x, a) + prior_scale sigma_P(x, a), z>, sigma_P frozen. The heads
+    read x, the scaled observation or (the paper) the features of mu, into which they send no gradient.
     forward(obs [B, D]) -> mu [B, A], sigma_bar [B, A, d_z]; sample(obs, z [N, d_z]) -> [N, B, A]"""
 
-    def __init__(self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=0.3, layer_norm=True, head="linear"):
+    def __init__(
+        self,
+        obs_dim,
+        num_actions,
+        index_dim,
+        hidden_dim,
+        prior_scale=3.0,
+        layer_norm=True,
+        head="linear",
+        head_input="obs",
+        input_scale=3.0,
+    ):
         super().__init__()
         self.shape = (num_actions, index_dim)
         self.prior_scale = prior_scale
         self.head = head
+        self.head_input = head_input
+        self.input_scale = input_scale
         norm = nn.LayerNorm if layer_norm else nn.Identity
         layers = [nn.Linear(obs_dim, hidden_dim), norm(hidden_dim), nn.ReLU()]
         layers += [nn.Linear(hidden_dim, hidden_dim), norm(hidden_dim), nn.ReLU()]
         self.base = nn.Sequential(*layers)
         self.mean = nn.Linear(hidden_dim, num_actions)
-        inputs = hidden_dim + index_dim if head == "mlp" else hidden_dim
-        outputs = num_actions * index_dim
-        self.learnable = nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, outputs))
-        self.prior = nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, outputs))
-        self.prior.requires_grad_(False)
+        inputs = obs_dim if head_input == "obs" else hidden_dim
+        if head == "mlp":
+            inputs += index_dim
+        self.learnable = self.make_head(inputs)
+        self.prior = self.make_head(inputs).requires_grad_(False)
+        if head_input == "obs":  # a prior of unit size whatever the width: He's weights, random biases
+            for layer in (self.prior[0], self.prior[2], self.prior[4]):
+                nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
+                nn.init.normal_(layer.bias, std=0.3)
+            self.prior[4].weight.mul_(math.sqrt(1 / (2 * index_dim)))
+            self.prior[4].bias.zero_()
 
-    def stochastic(self, features):
-        """sigma_L + prior_scale sigma_P, [..., A, d_z]"""
-        sigma_bar = self.learnable(features) + self.prior_scale * self.prior(features)
+    def make_head(self, inputs):
+        outputs = math.prod(self.shape)
+        if self.head_input == "features":
+            return nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, outputs))
+        hidden = [nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+        return nn.Sequential(*hidden, nn.Linear(256, outputs))
+
+    def stochastic(self, obs, psi, z=None):
+        """sigma_bar = sigma_L + prior_scale sigma_P, [B, A, d_z], or [N, B, A, d_z] for heads that read z"""
+        x = self.input_scale * obs if self.head_input == "obs" else psi.detach()  # [B, X]
+        if self.head == "mlp":
+            x = torch.cat([x.expand(len(z), -1, -1), z[:, None].expand(-1, len(x), -1)], -1)  # [N, B, X + d_z]
+        sigma_bar = self.learnable(x) + self.prior_scale * self.prior(x)
         return sigma_bar.unflatten(-1, self.shape)
 
     def forward(self, obs):
         psi = self.base(obs)  # [B, H]
-        return self.mean(psi), self.stochastic(psi.detach())  # [B, A], [B, A, d_z]
+        return self.mean(psi), self.stochastic(obs, psi)  # [B, A], [B, A, d_z]
 
     def sample(self, obs, z):
-        psi = self.base(obs)
-        if self.head == "linear":
-            sigma_bar = self.stochastic(psi.detach())  # [B, A, d_z]
-            return self.mean(psi) + torch.einsum("bad,nd->nba", sigma_bar, z)  # [N, B, A]
-        features = psi.detach().expand(len(z), -1, -1)  # [N, B, H]
-        sigma_bar = self.stochastic(torch.cat([features, z[:, None].expand(-1, len(psi), -1)], -1))
-        return self.mean(psi) + torch.einsum("nbad,nd->nba", sigma_bar, z)
+        psi = self.base(obs)  # [B, H]
+        sigma_bar = self.stochastic(obs, psi, z)  # [B, A, d_z], or with an axis N in front
+        product = "nbad,nd->nba" if self.head == "mlp" else "bad,nd->nba"
+        return self.mean(psi) + torch.einsum(product, sigma_bar, z)  # [N, B, A]
 
 
-def epinet_loss(mu, sigma_bar, action, target, c, noise_scale):
-    """E_z (q(s, a, z) - y - noise_scale <c, z>)^2 for z ~ N(0, I), in closed form:
-    (mu_a - y)^2 + |sigma_bar_a - noise_scale c|^2, [B]"""
+def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
+    """E_z (q(s, a, z) - y - <spread + noise_scale c, z>)^2 for z ~ N(0, I), in closed form:
+    (mu_a - y)^2 + |sigma_bar_a - spread - noise_scale c|^2, [B]"""
     rows = torch.arange(len(action), device=mu.device)
     error = mu[rows, action] - target  # [B]
-    deviation = sigma_bar[rows, action] - noise_scale * c  # [B, d_z]
+    deviation = sigma_bar[rows, action] - spread - noise_scale * c  # [B, d_z]
     return error.square() + deviation.square().sum(-1)
 
 
@@ -361,6 +395,11 @@ def worst_case_gaussian(mu, sigma_bar, pi, radius):
     return mu - radius * torch.einsum("bad,bd->ba", sigma_bar, v.to(mu.dtype))
 
 
+def worst_case_gaussian_box(mu, sigma_bar, pi, radius):
+    """The bounding box of that ellipsoid: every action as low as it gets, whatever the policy. [B, A]"""
+    return mu - radius * sigma_bar.norm(dim=-1)
+
+
 # ===== Actor, target and losses
 class Actor(nn.Module):
     """Policy network. forward(obs [B, D]) -> logits [B, A]"""
@@ -380,9 +419,15 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state. [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B]. With
+    q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
     v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
     return reward + gamma * (1 - terminated) * v
+
+
+def propagated_spread(terminated, pi, sigma_bar, gamma):
+    """What the next state's spread adds to an index's own target: y(z) = y + <spread, z>. [B, d_z]"""
+    return gamma * (1 - terminated)[:, None] * torch.einsum("ba,bad->bd", pi, sigma_bar)
 
 
 def actor_loss(pi, log_pi, q_star, alpha):
@@ -435,6 +480,8 @@ if __name__ == "__main__":
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
     if star and args.upsilon == 1:
         sys.exit("--upsilon 1: the closed form's set would be infinite; choose a value below 1.")
+    if args.uncertainty_set == "box" and not star:
+        sys.exit("--uncertainty-set box: it has a closed form only; use --method ell-epi-star.")
     if star and args.head == "mlp":
         sys.exit("--head mlp: the closed form needs a head linear in z; use --method ell-epi.")
     if not 0 <= args.gamma < 1:
@@ -483,8 +530,17 @@ if __name__ == "__main__":
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor, entropy coefficient
-    critic = EpinetCritic(D, A, args.index_dim, args.hidden_dim, args.prior_scale, args.layer_norm, args.head)
-    critic = critic.to(device)
+    critic = EpinetCritic(
+        obs_dim=D,
+        num_actions=A,
+        index_dim=args.index_dim,
+        hidden_dim=args.hidden_dim,
+        prior_scale=args.prior_scale,
+        layer_norm=args.layer_norm,
+        head=args.head,
+        head_input=args.head_input,
+        input_scale=args.input_scale,
+    ).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor = Actor(D, A, args.hidden_dim).to(device)
     log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device)
@@ -498,14 +554,20 @@ if __name__ == "__main__":
     radius = math.sqrt(chi2.ppf(args.upsilon, A)) if star else None
 
     def worst_case(network, obs, pi, z):
-        """q* of the closed-form ellipsoid, or of the one through the samples. [B, A]"""
-        if star:
-            mu, sigma_bar = network(obs)  # [B, A], [B, A, d_z]
-            return worst_case_gaussian(mu, sigma_bar, pi, radius)
-        return worst_case_ellipsoid(network.sample(obs, z), pi, args.upsilon)
+        """q* of the chosen set. [B, A]"""
+        if not star:
+            return worst_case_ellipsoid(network.sample(obs, z), pi, args.upsilon)
+        mu, sigma_bar = network(obs)  # [B, A], [B, A, d_z]
+        if args.uncertainty_set == "box":
+            return worst_case_gaussian_box(mu, sigma_bar, pi, radius)
+        return worst_case_gaussian(mu, sigma_bar, pi, radius)
 
     # ----- run folder: new, or as the checkpoint left it
-    method = "ERSAC-Ell-Epi*" if star else "ERSAC-Ell-Epi"
+    method = "ERSAC-Box-Epi*" if args.uncertainty_set == "box" else "ERSAC-Ell-Epi*"
+    if not star:
+        method = "ERSAC-Ell-Epi"
+    if args.targets == "own":
+        method += "-own"
     parts = {
         "critic": critic,
         "target": target_critic,
@@ -574,17 +636,24 @@ if __name__ == "__main__":
         if not star:
             z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
 
-        # compute target: worst case over the target critic's set
+        # compute target: the paper's worst case over the target critic's set, or every index its own
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             pi = log_pi.exp()
-            q_star = worst_case(target_critic, s_next, pi, z)  # [B, A]
-            y = robust_target(r, ended, pi, log_pi, q_star, alpha, args.gamma)  # [B]
+            spread = 0.0
+            if args.targets == "shared":
+                q_next = worst_case(target_critic, s_next, pi, z)  # q*, [B, A]
+            elif star:
+                q_next, sigma_bar = target_critic(s_next)  # mu, [B, A], and [B, A, d_z]
+                spread = propagated_spread(ended, pi, sigma_bar, args.gamma)  # [B, d_z]
+            else:
+                q_next = target_critic.sample(s_next, z)  # [N, B, A]
+            y = robust_target(r, ended, pi, log_pi, q_next, alpha, args.gamma)  # [B], or [N, B]
 
         # critic update: the expectation over z in closed form, or over the samples
         if star:
             mu, sigma_bar = critic(s)  # [B, A], [B, A, d_z]
-            q_loss = epinet_loss(mu, sigma_bar, a, y, c[index], args.noise_scale).mean()
+            q_loss = epinet_loss(mu, sigma_bar, a, y, c[index], args.noise_scale, spread).mean()
         else:
             q = critic.sample(s, z)[:, torch.arange(len(a)), a]  # [N, B]
             noise = args.noise_scale * (z @ c[index].T)  # noise_scale <c, z>, [N, B]
@@ -631,6 +700,7 @@ if __name__ == "__main__":
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
                     "charts/q_data_actions": mu[taken].mean(),
                     "charts/q_minus_return": (mu[taken] - returns[index]).nanmean(),  # where known
+                    "charts/q_star_minus_return": (q_star[taken] - returns[index]).nanmean(),
                     "charts/std_data_actions": q.std(0)[taken].mean(),
                     "charts/std_other_actions": q.std(0)[~taken].mean(),
                 }

@@ -51,6 +51,8 @@ class Args:
     reset_prob: float = 0.1
     """probability, after each transition of the collection, of a jump to a random state"""
 
+    targets: Literal["shared", "own"] = "shared"
+    """shared: the paper's one robust target for all critics; own: every critic bootstraps from itself"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
     """set over the critics' Q-vectors: box (this is SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
@@ -288,7 +290,8 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state. [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B]. With
+    q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
     v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
     return reward + gamma * (1 - terminated) * v
 
@@ -422,6 +425,8 @@ if __name__ == "__main__":
     # ----- run folder: new, or as the checkpoint left it
     names = {"box": "SAC-N", "hull": "ERSAC-CH-N", "ellipsoid": "ERSAC-Ell-N"}
     method = names[args.uncertainty_set]
+    if args.targets == "own":
+        method = "ERSAC-Box-N-own" if args.uncertainty_set == "box" else f"{method}-own"
     start = 0
     rows = []
     if checkpoint:
@@ -469,12 +474,14 @@ if __name__ == "__main__":
         log_pi = logits.log_softmax(-1)  # [S, A]
         pi = log_pi.exp()
         with torch.no_grad():
-            # compute target: worst case over the target critics' set, for every (s, a, s')
-            q_star = worst_case(q_target, pi)  # [S, A]
-            y = robust_target(reward, 0.0, pi, log_pi, q_star, args.alpha, args.gamma)  # [S, A, S]
+            # compute target of every (s, a, s'): worst case over the target critics' set, or each its own
+            q_next = q_target[:, None, None]  # [N, 1, 1, S, A]
+            if args.targets == "shared":
+                q_next = worst_case(q_target, pi)  # q*, [S, A]
+            y = robust_target(reward, 0.0, pi, log_pi, q_next, args.alpha, args.gamma)  # [(N,) S, A, S]
 
             # critic update: every critic steps towards the mean target of its own transitions
-            td_error = torch.einsum("nsat,sat->nsa", p_hat, y) - q  # [N, S, A]
+            td_error = (p_hat * y).sum(-1) - q  # [N, S, A]
             q += critic_step * td_error
 
             # worst-case value vectors of the updated critics
