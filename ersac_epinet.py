@@ -70,8 +70,8 @@ class Args:
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
-    targets: Literal["own", "shared"] = "own"
-    """own: every index z bootstraps from itself; shared: the paper's one robust target for all"""
+    targets: Literal["shared", "own"] = "shared"
+    """shared: the paper's one robust target for all; own: every index z bootstraps from itself"""
     method: Literal["ell-epi-star", "ell-epi"] = "ell-epi-star"
     """ell-epi-star: the set in closed form; ell-epi: the set through sampled indices"""
     uncertainty_set: Literal["ellipsoid", "box"] = "ellipsoid"
@@ -84,13 +84,13 @@ class Args:
     """N, the indices drawn for the sampled set and loss of ell-epi"""
     head: Literal["linear", "mlp"] = "linear"
     """stochastic head: linear in z (the paper's), or an MLP that reads z too (ell-epi only)"""
-    head_input: Literal["obs", "features"] = "obs"
-    """what the stochastic heads read: the observation, or the features of the mean (the paper's form)"""
+    head_input: Literal["features", "obs"] = "features"
+    """what the stochastic heads read: the features of the mean (the paper's form) or the observation"""
     input_scale: float = 3.0
     """factor on the observation that the heads read: how fast the prior varies between states"""
-    prior_scale: float = 3.0
+    prior_scale: float = 0.3
     """size of the frozen prior head, the uncertainty where there are no data"""
-    noise_scale: float = 0.1
+    noise_scale: float = 0.01
     """size of the noise that every transition adds to its target along its own direction c"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
@@ -99,7 +99,7 @@ class Args:
     layer_norm: bool = True
     """layer normalisation in the critic, which keeps values of unseen actions from running away"""
 
-    total_updates: int = 10_000
+    total_updates: int = 20_000
     """updates of critic, actor and entropy coefficient"""
     batch_size: int = 256
     """transitions in a minibatch"""
@@ -284,10 +284,10 @@ class EpinetCritic(nn.Module):
         num_actions,
         index_dim,
         hidden_dim,
-        prior_scale=3.0,
+        prior_scale=0.3,
         layer_norm=True,
         head="linear",
-        head_input="obs",
+        head_input="features",
         input_scale=3.0,
     ):
         super().__init__()
@@ -301,32 +301,30 @@ class EpinetCritic(nn.Module):
         layers += [nn.Linear(hidden_dim, hidden_dim), norm(hidden_dim), nn.ReLU()]
         self.base = nn.Sequential(*layers)
         self.mean = nn.Linear(hidden_dim, num_actions)
-        inputs = obs_dim if head_input == "obs" else hidden_dim
+        sizes = [hidden_dim, 50] if head_input == "features" else [obs_dim, 2 * hidden_dim, 2 * hidden_dim]
         if head == "mlp":
-            inputs += index_dim
-        self.learnable = self.make_head(inputs)
-        self.prior = self.make_head(inputs).requires_grad_(False)
-        if head_input == "obs":  # a prior of unit size whatever the width: He's weights, random biases
-            for layer in (self.prior[0], self.prior[2], self.prior[4]):
+            sizes[0] += index_dim
+        self.learnable = self.make_head(sizes)
+        self.prior = self.make_head(sizes).requires_grad_(False)
+        if head_input == "obs":  # He's weights and random biases: as large as its input, whatever the width
+            for layer in self.prior[::2]:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
                 nn.init.normal_(layer.bias, std=0.3)
-            self.prior[4].weight.mul_(math.sqrt(1 / (2 * index_dim)))
-            self.prior[4].bias.zero_()
+            self.prior[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))
+            self.prior[-1].bias.zero_()
 
-    def make_head(self, inputs):
-        outputs = math.prod(self.shape)
-        if self.head_input == "features":
-            return nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, outputs))
-        hidden = [nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
-        return nn.Sequential(*hidden, nn.Linear(256, outputs))
+    def make_head(self, sizes):
+        layers = []
+        for fan_in, fan_out in zip(sizes, sizes[1:]):
+            layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(sizes[-1], math.prod(self.shape)))
 
     def stochastic(self, obs, psi, z=None):
-        """sigma_bar = sigma_L + prior_scale sigma_P, [B, A, d_z], or [N, B, A, d_z] for heads that read z"""
+        """sigma_bar = sigma_L + prior_scale sigma_P, [B, A, d_z], or for heads that read z [N, B, A, d_z]"""
         x = self.input_scale * obs if self.head_input == "obs" else psi.detach()  # [B, X]
         if self.head == "mlp":
-            x = torch.cat([x.expand(len(z), -1, -1), z[:, None].expand(-1, len(x), -1)], -1)  # [N, B, X + d_z]
-        sigma_bar = self.learnable(x) + self.prior_scale * self.prior(x)
-        return sigma_bar.unflatten(-1, self.shape)
+            x = torch.cat([x.expand(len(z), -1, -1), z[:, None].expand(-1, len(x), -1)], -1)
+        return (self.learnable(x) + self.prior_scale * self.prior(x)).unflatten(-1, self.shape)
 
     def forward(self, obs):
         psi = self.base(obs)  # [B, H]
@@ -334,7 +332,7 @@ class EpinetCritic(nn.Module):
 
     def sample(self, obs, z):
         psi = self.base(obs)  # [B, H]
-        sigma_bar = self.stochastic(obs, psi, z)  # [B, A, d_z], or with an axis N in front
+        sigma_bar = self.stochastic(obs, psi, z)
         product = "nbad,nd->nba" if self.head == "mlp" else "bad,nd->nba"
         return self.mean(psi) + torch.einsum(product, sigma_bar, z)  # [N, B, A]
 

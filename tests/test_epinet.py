@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ("--dataset-id", "test/cartpole-v0", "--env-id", "CartPole-v1")
 SHORT = ("--total-updates", 24, "--eval-interval", 12, "--eval-episodes", 3)
 SMALL = (*DATA, *SHORT, "--hidden-dim", 16, "--batch-size", 32, "--num-index-samples", 20)
+FEATURES = dict(head_input="features", prior_scale=0.3)  # the paper's heads
 
 
 def draw(*shape, seed=0):
@@ -47,8 +48,12 @@ A = 4  # actions of the chain
 OPTIONS = dict(  # all away from the script's defaults, so that every flag matters
     dataset_id="test/chain-v0",
     seed=7,
+    targets="shared",
     method="ell-epi-star",
+    uncertainty_set="ellipsoid",
     head="linear",
+    head_input="features",
+    input_scale=1.7,
     upsilon=0.6,
     index_dim=5,
     num_index_samples=30,
@@ -92,6 +97,13 @@ VARIANTS = {
     "scales": dict(prior_scale=2.1, noise_scale=0.2, gamma=0.95, polyak=0.6),
     "scales, sampled": dict(method="ell-epi", prior_scale=2.1, noise_scale=0.2, gamma=0.95, polyak=0.6),
     "zeros": dict(prior_scale=0.0, noise_scale=0.0, gamma=0.0, alpha=0.0),
+    "box": dict(uncertainty_set="box"),
+    "heads on the observation": dict(head_input="obs"),
+    "own targets": dict(targets="own"),
+    "own targets, box": dict(targets="own", uncertainty_set="box", head_input="obs", input_scale=0.6),
+    "own targets, heads on the observation": dict(targets="own", head_input="obs", autotune=True, gamma=0.95),
+    "own targets, sampled": dict(targets="own", method="ell-epi"),
+    "own targets, sampled, head mlp": dict(targets="own", method="ell-epi", head="mlp", head_input="obs"),
     "all at once": dict(
         **dict(method="ell-epi", head="mlp", autotune=True, lambda_mu=0.1, lambda_sigma=0.2, layer_norm=False),
         **dict(normalize_obs=False, return_scale=None, anneal_lr=False, q_lr=0.01, policy_lr=0.01, index_dim=2),
@@ -122,12 +134,15 @@ def features(net, s, o):
     return s
 
 
-def spread(net, psi, o, z=None):
+def spread(net, s, psi, o, z=None):
     """sigma_bar [B, A, d_z]. The head mlp also reads the index z."""
-    x = psi.detach()  # sigma_bar does not move the features
+    x = o.input_scale * s if o.head_input == "obs" else psi.detach()  # sigma_bar does not move the features
     if o.head == "mlp":
         x = torch.cat([x, z.repeat(len(x), 1)], 1)
-    out = {name: dense(net, f"{name}.2", dense(net, f"{name}.0", x).relu()) for name in ("learnable", "prior")}
+    out = {}
+    for name in ("learnable", "prior"):
+        h = dense(net, f"{name}.2", dense(net, f"{name}.0", x).relu())
+        out[name] = dense(net, f"{name}.4", h.relu()) if o.head_input == "obs" else h
     return (out["learnable"] + o.prior_scale * out["prior"]).reshape(len(x), A, o.index_dim)
 
 
@@ -136,14 +151,14 @@ def samples(net, s, indices, o):
     psi = features(net, s, o)
     mu = dense(net, "mean", psi)
     if o.head == "mlp":
-        return torch.stack([mu + (spread(net, psi, o, z) * z).sum(-1) for z in indices])
-    sigma = spread(net, psi, o)
+        return torch.stack([mu + (spread(net, s, psi, o, z) * z).sum(-1) for z in indices])
+    sigma = spread(net, s, psi, o)
     return torch.stack([mu + (sigma * z).sum(-1) for z in indices])
 
 
 def mean_and_spread(net, s, o):
     psi = features(net, s, o)
-    return dense(net, "mean", psi), spread(net, psi, o)
+    return dense(net, "mean", psi), spread(net, s, psi, o)
 
 
 @torch.no_grad()
@@ -156,7 +171,10 @@ def worst_values(net, s, pi, indices, o):
         if q is None:
             covariance = sigma[b] @ sigma[b].T
             square = 2 * gammaincinv(A / 2, o.upsilon)  # the chi-squared distribution's quantile
-        else:
+        if o.uncertainty_set == "box":  # as far down as the ellipsoid reaches in each action
+            worst.append(torch.stack([mu[b, a] - math.sqrt(square * covariance[a, a]) for a in range(A)]))
+            continue
+        if q is not None:
             d = q[:, b] - mu[b]
             covariance = d.T @ d / len(d)
             distances = sorted((x @ torch.linalg.pinv(covariance, rtol=1e-9) @ x).item() for x in d)
@@ -203,22 +221,36 @@ def train(first, data, o):
 
         # target
         pi, log_pi = (x.detach() for x in policy(actor, data.s_next[index]))
-        q_star, y = worst_values(target, data.s_next[index], pi, indices, o), []
+        with torch.no_grad():
+            if o.targets == "shared":  # one worst case for all indices
+                q_next = [worst_values(target, data.s_next[index], pi, indices, o)]
+            elif o.method == "ell-epi":  # every index z its own
+                q_next = samples(target, data.s_next[index], indices, o)
+            else:
+                mu_next, sigma_next = mean_and_spread(target, data.s_next[index], o)
+                q_next = [mu_next]
+        y = torch.zeros(len(q_next), len(index)).double()
+        carried = torch.zeros(len(index), o.index_dim).double()  # the next state's spread in an index's own target
         for b, i in enumerate(index.tolist()):
-            value = sum(pi[b, k] * (q_star[b, k] - alpha * log_pi[b, k]) for k in range(A))
-            y.append(data.r[i] if data.terminated[i] else data.r[i] + o.gamma * value)
+            for n, q in enumerate(q_next):
+                value = sum(pi[b, k] * (q[b, k] - alpha * log_pi[b, k]) for k in range(A))
+                y[n, b] = data.r[i] if data.terminated[i] else data.r[i] + o.gamma * value
+            if o.targets == "own" and o.method == "ell-epi-star" and not data.terminated[i]:
+                carried[b] = o.gamma * sum(pi[b, k] * sigma_next[b, k] for k in range(A))
 
         # critic
         losses = []
         if o.method == "ell-epi":
             q = samples(critic, s, indices, o)
             for b, i in enumerate(index.tolist()):
-                errors = [q[n, b, a[b]] - y[b] - o.noise_scale * c[i] @ z for n, z in enumerate(indices)]
+                own = [y[n if o.targets == "own" else 0, b] for n in range(len(indices))]
+                errors = [q[n, b, a[b]] - own[n] - o.noise_scale * c[i] @ z for n, z in enumerate(indices)]
                 losses.append(sum(error**2 for error in errors) / len(errors))
         else:
             mu, sigma = mean_and_spread(critic, s, o)
             for b, i in enumerate(index.tolist()):
-                losses.append((mu[b, a[b]] - y[b]) ** 2 + ((sigma[b, a[b]] - o.noise_scale * c[i]) ** 2).sum())
+                disturbance = carried[b] + o.noise_scale * c[i]
+                losses.append((mu[b, a[b]] - y[0, b]) ** 2 + ((sigma[b, a[b]] - disturbance) ** 2).sum())
         critic_loss = sum(losses) / len(losses)
         decay = {name: o.lambda_sigma if name.startswith("learnable.") else o.lambda_mu for name in moments[0]}
         loss = critic_loss + sum(weight * (critic[name] ** 2).sum() for name, weight in decay.items())
@@ -254,6 +286,9 @@ def train(first, data, o):
             "charts/q_gap": (pi * mu).sum(1).mean() - (pi * q_star).sum(1).mean(),
             "charts/q_data_actions": np.mean([mu[x].item() for x in taken]),
             "charts/q_minus_return": np.mean([(mu[x] - data.returns[index[x[0]]]).item() for x in ended] or [math.nan]),
+            "charts/q_star_minus_return": np.mean(
+                [(q_star[x] - data.returns[index[x[0]]]).item() for x in ended] or [math.nan]
+            ),
             "charts/std_data_actions": np.mean([std[x].item() for x in taken]),
             "charts/std_other_actions": np.mean([std[x].item() for x in other]),
         }
@@ -331,6 +366,9 @@ def test_three_updates_are_those_of_a_plain_loop(variant, run, datasets):
     expected = train(first, data, o)
     check_networks(last, expected)
 
+    shape = "Box" if o.uncertainty_set == "box" else "Ell"
+    name = f"ERSAC-{shape}-Epi" + "*" * (o.method == "ell-epi-star") + "-own" * (o.targets == "own")
+    assert f"{name} on test/chain-v0" in done.out
     rows = metrics(done.folders[0])
     assert [row["update"] for row in rows] == [2, 3]
     check_rows(rows, expected.logged[1:])
@@ -346,6 +384,7 @@ def test_three_updates_are_those_of_a_plain_loop(variant, run, datasets):
         (dict(), "ERSAC-Ell-Epi*"),
         (dict(method="ell-epi", seed=15, eval_episodes=9), "ERSAC-Ell-Epi"),
         (dict(normalize_obs=False, autotune=True), "ERSAC-Ell-Epi*"),
+        (dict(targets="own"), "ERSAC-Ell-Epi*-own"),
     ],
 )
 def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, load, datasets):
@@ -401,7 +440,7 @@ def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, loa
 @pytest.mark.parametrize("method", ["ell-epi-star", "ell-epi"])
 def test_the_loop_learns(method, run, load, datasets):
     """To go right is best, 26.5 on average; random play has -14, the other end -22."""
-    flags = "--dataset-id test/chain-large-v0 --total-updates 150 --batch-size 64 --hidden-dim 32 --gamma 0.9"
+    flags = "--dataset-id test/chain-large-v0 --total-updates 250 --batch-size 64 --hidden-dim 32 --gamma 0.9"
     flags += " --q-lr 0.003 --policy-lr 0.003 --noise-scale 0.3 --num-index-samples 20 --eval-episodes 40"
     done = ran(run("ersac_epinet", *flags.split(), "--method", method))
     assert load(done.folders[0]).result["eval_return_mean"] > 24
@@ -553,7 +592,7 @@ def test_gaussian_set_in_degenerate_cases(dtype):
 # ----- the critic
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 def test_samples_and_gradients_of_the_critic(head):
-    critic = EpinetCritic(5, 3, 4, 16, head=head).double()
+    critic = EpinetCritic(5, 3, 4, 16, head=head, **FEATURES).double()
     obs, z = draw(7, 5), draw(6, 4, seed=1)
     q = critic.sample(obs, z)
     assert q.shape == (6, 7, 3)
@@ -569,6 +608,22 @@ def test_samples_and_gradients_of_the_critic(head):
     assert torch.equal(critic.sample(obs, 0 * z)[0], critic.mean(critic.base(obs)))
 
 
+def test_heads_on_the_observation_and_the_size_of_their_prior():
+    torch.manual_seed(0)
+    critic = EpinetCritic(5, 3, 16, 16, prior_scale=1.0)
+    obs = torch.randn(500, 5)
+    prior = critic.prior(critic.input_scale * obs).unflatten(-1, (3, 16))
+    size = prior.square().sum(-1).mean().sqrt()  # root mean square of |sigma_P(s, a)|
+    other = EpinetCritic(5, 3, 4, 16, prior_scale=1.0)
+    other = other.prior(other.input_scale * obs).unflatten(-1, (3, 4)).square().sum(-1).mean().sqrt()
+    assert 1.5 < size < 4 and 0.6 < size / other < 1.6  # about the size of its inputs, whatever d_z
+    assert not any(p.requires_grad for p in critic.prior.parameters()) and (critic.prior[4].bias == 0).all()
+    _, sigma_bar = critic(obs)
+    torch.testing.assert_close(sigma_bar, (critic.learnable(3 * obs) + critic.prior(3 * obs)).unflatten(-1, (3, 16)))
+    gradients = torch.autograd.grad(sigma_bar.sum(), list(critic.base.parameters()), allow_unused=True)
+    assert all(g is None for g in gradients)
+
+
 def test_pixel_script_has_the_same_heads_and_losses():
     from ersac_atari import EpinetHeads
     from ersac_atari import actor_loss as pixel_actor_loss
@@ -577,7 +632,7 @@ def test_pixel_script_has_the_same_heads_and_losses():
     from ersac_atari import worst_case_gaussian as pixel_worst_case
 
     B, d = 7, 3
-    critic = EpinetCritic(5, A, d, 16, prior_scale=0.6).double()
+    critic = EpinetCritic(5, A, d, 16, prior_scale=0.6, head_input="features").double()
     heads = EpinetHeads(16, A, d, prior_scale=0.6).double()
     heads.load_state_dict({k: v for k, v in critic.state_dict().items() if not k.startswith("base.")})
     obs, pi, action = draw(B, 5), draw(B, A, seed=1).softmax(-1), torch.arange(B) % A
@@ -779,6 +834,8 @@ BAD = [
     ("--upsilon 1.1 --method ell-epi", "upsilon"),
     ("--upsilon 0", "upsilon"),
     ("--head mlp", "linear in z"),
+    ("--uncertainty-set box --method ell-epi", "closed form"),
+    ("--targets his", "targets"),
     ("--index-dim 0", "index-dim"),
     ("--num-index-samples 0", "num-index-samples"),
     ("--method ell-n", "method"),

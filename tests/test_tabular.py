@@ -228,17 +228,20 @@ def plain_run(setting):
 
     rows = []
     for update in range(1, f.total_updates + 1):
-        # targets at the next states, from the target tables
+        # targets at the next states, from the target tables: the worst case for all critics, or each its own
         pi = softmax()
-        q_star = [plain_worst(kind, target[:, s], pi[s], upsilon) for s in range(S)]
-        value = [pi[s] @ q_star[s] + alpha * plain_entropy(pi[s]) for s in range(S)]
+        if f.targets == "shared":
+            q_next = [[plain_worst(kind, target[:, s], pi[s], upsilon) for s in range(S)]] * N
+        else:
+            q_next = target
+        value = [[pi[s] @ q_next[i][s] + alpha * plain_entropy(pi[s]) for s in range(S)] for i in range(N)]
 
         # each transition pulls its critic once, with step q_lr, towards the mean of the pair's targets
         errors = []
         for i, s, a in itertools.product(range(N), range(S), range(A)):
             if seen := followers[i, s, a]:
                 count = sum(c for _, c in seen)
-                mean = sum(c * (reward[s, a, t] + gamma * value[t]) for t, c in seen) / count
+                mean = sum(c * (reward[s, a, t] + gamma * value[i][t]) for t, c in seen) / count
                 errors.append(mean - q[i, s, a])
                 for _ in range(count):
                     q[i, s, a] += f.q_lr * (mean - q[i, s, a])
@@ -289,7 +292,14 @@ def plain_run(setting):
     episodes = plain_episodes(outcomes, plain_greedy(pi), gamma, f.eval_episodes, f.seed)
     result = {
         "script": "ersac_tabular.py",
-        "method": {"box": "SAC-N", "hull": "ERSAC-CH-N", "ellipsoid": "ERSAC-Ell-N"}[kind],
+        "method": {
+            "shared box": "SAC-N",
+            "shared hull": "ERSAC-CH-N",
+            "shared ellipsoid": "ERSAC-Ell-N",
+            "own box": "ERSAC-Box-N-own",
+            "own hull": "ERSAC-CH-N-own",
+            "own ellipsoid": "ERSAC-Ell-N-own",
+        }[f"{f.targets} {kind}"],
         "env_id": f.env_id,
         "seed": f.seed,
         "dataset_id": None,
@@ -320,10 +330,23 @@ def plain_run(setting):
 # Every flag is away from its default, from 0 and from 1. The settings differ where a fault could hide: both MDPs, all
 # sets, states and pairs with and without data, risk levels, numbers of critics, what the initial tables cover.
 BASE = dict(seed=5, dataset_size=4, epsilon=0.3, reset_prob=0.25, num_critics=7, bootstrap=True, gamma=0.8, alpha=8.0)
-BASE |= dict(q_lr=0.07, policy_lr=0.2, polyak=0.15, total_updates=12, eval_interval=5, eval_episodes=40, upsilon=0.6)
+BASE |= dict(
+    targets="shared",
+    q_lr=0.07,
+    policy_lr=0.2,
+    polyak=0.15,
+    total_updates=12,
+    eval_interval=5,
+    eval_episodes=40,
+    upsilon=0.6,
+)
 BOX, HULL, ELLIPSOID = ({"uncertainty_set": name} for name in ("box", "hull", "ellipsoid"))
 SWIM, WEAR = dict(env_id="RiverSwim", expectile_tau=0.15), dict(env_id="MachineReplacement", expectile_tau=0.85)
+OWN = dict(targets="own")
 SETTINGS = {
+    "own targets, box": BOX | WEAR | OWN | dict(prior=(-150.0, 50.0)),
+    "own targets, hull": HULL | SWIM | OWN | dict(prior=(-30.0, 200.0), bootstrap=False),
+    "own targets, ellipsoid": ELLIPSOID | SWIM | OWN | dict(prior=(-50.0, 300.0), epsilon=0.6),
     "box, RiverSwim": BOX | SWIM | dict(expectile_tau=0.85, prior=(-50.0, 300.0)),
     "box, all pairs seen": BOX | WEAR | dict(prior=(-150.0, 50.0), epsilon=0.9, dataset_size=30),
     "hull, RiverSwim": HULL | SWIM | dict(prior=(-30.0, 200.0)),
@@ -652,7 +675,9 @@ def test_run_folder(run, load, tmp_path):
 
 def test_defaults_are_the_documented_settings():
     documented = dict(env_id="RiverSwim", dataset_size=10, expectile_tau=0.5, epsilon=0.1, reset_prob=0.1, seed=1)
-    documented |= dict(uncertainty_set="ellipsoid", upsilon=0.9, num_critics=100, bootstrap=True, prior=None)
+    documented |= dict(
+        targets="shared", uncertainty_set="ellipsoid", upsilon=0.9, num_critics=100, bootstrap=True, prior=None
+    )
     documented |= dict(total_updates=6000, gamma=0.9, alpha=0.01, q_lr=0.01, policy_lr=0.01, polyak=0.02)
     documented |= dict(eval_interval=100, eval_episodes=1000, output_dir="runs", track=False, resume=None)
     defaults = vars(Args())

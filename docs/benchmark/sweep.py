@@ -31,10 +31,12 @@ sys.path.insert(0, str(ROOT))
 from ersac_ensemble import dataset_name  # noqa: E402
 
 # every flag of a method is spelled out, so that a row means the same when a default changes
-PAPER_N = "ersac_ensemble.py --targets shared --prior-scale 0 --input-scale 1"
-OWN_N = "ersac_ensemble.py --targets own --prior-scale 30 --input-scale 3"
+PAPER_N = "ersac_ensemble.py --targets shared --prior-scale 0 --input-scale 1 --total-updates 20000"
+OWN_N = "ersac_ensemble.py --targets own --prior-scale 30 --input-scale 3 --total-updates 10000"
 PAPER_EPI = "ersac_epinet.py --targets shared --head-input features --prior-scale 0.3 --noise-scale 0.01"
+PAPER_EPI += " --total-updates 20000"
 OWN_EPI = "ersac_epinet.py --targets own --head-input obs --input-scale 3 --prior-scale 3 --noise-scale 0.1"
+OWN_EPI += " --total-updates 10000"
 METHODS = {
     "SAC-N": f"{PAPER_N} --uncertainty-set box",
     "CH-N": f"{PAPER_N} --uncertainty-set hull",
