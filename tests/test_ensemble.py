@@ -870,8 +870,8 @@ BAD = [
     ("--alpha 0 --autotune", "alpha"),
     ("--edac-eta -1", "edac-eta"),
     ("--edac-eta 1", "box"),
-    ("--edac-eta 1 --uncertainty-set box", "shared targets"),
-    ("--edac-eta 1 --uncertainty-set box --targets shared", "no prior"),
+    ("--edac-eta 1 --uncertainty-set box --targets own", "shared targets"),
+    ("--edac-eta 1 --uncertainty-set box --prior-scale 1", "no prior"),
     ("--return-scale 0", "return-scale"),
     ("--q-lr 0", "q-lr"),
     ("--batch-size 0", "batch-size"),
@@ -928,6 +928,4 @@ def test_runs_as_a_real_process(datasets, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.iterdir()
-    assert (
-        json.loads((folder / "result.json").read_text())["method"] == "ERSAC-Ell-N-own" and str(folder) in done.stdout
-    )
+    assert json.loads((folder / "result.json").read_text())["method"] == "ERSAC-Ell-N" and str(folder) in done.stdout
