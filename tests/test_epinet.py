@@ -610,11 +610,11 @@ def test_samples_and_gradients_of_the_critic(head):
 
 def test_heads_on_the_observation_and_the_size_of_their_prior():
     torch.manual_seed(0)
-    critic = EpinetCritic(5, 3, 16, 16, prior_scale=1.0)
+    critic = EpinetCritic(5, 3, 16, 16, prior_scale=1.0, head_input="obs")
     obs = torch.randn(500, 5)
     prior = critic.prior(critic.input_scale * obs).unflatten(-1, (3, 16))
     size = prior.square().sum(-1).mean().sqrt()  # root mean square of |sigma_P(s, a)|
-    other = EpinetCritic(5, 3, 4, 16, prior_scale=1.0)
+    other = EpinetCritic(5, 3, 4, 16, prior_scale=1.0, head_input="obs")
     other = other.prior(other.input_scale * obs).unflatten(-1, (3, 4)).square().sum(-1).mean().sqrt()
     assert 1.5 < size < 4 and 0.6 < size / other < 1.6  # about the size of its inputs, whatever d_z
     assert not any(p.requires_grad for p in critic.prior.parameters()) and (critic.prior[4].bias == 0).all()
