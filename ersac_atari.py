@@ -380,16 +380,17 @@ class PixelNetwork(nn.Module):
 
 
 def critic_loss(q, action, target):
-    """Squared errors of all critics, [N, B]. The caller takes the mean over B and the sum over N."""
+    """Squared errors of all critics against one target [B] or their own [N, B]; a mean over B and a
+    sum over N make the loss. [N, B]"""
     return (q[:, torch.arange(len(action), device=q.device), action] - target).square()
 
 
-def epinet_loss(mu, sigma_bar, action, target, c, noise_scale):
-    """E_z (q(s, a, z) - y - noise_scale <c, z>)^2 for z ~ N(0, I), in closed form:
-    (mu_a - y)^2 + |sigma_bar_a - noise_scale c|^2, [B]"""
+def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
+    """E_z (q(s, a, z) - y - <spread + noise_scale c, z>)^2 for z ~ N(0, I), in closed form:
+    (mu_a - y)^2 + |sigma_bar_a - spread - noise_scale c|^2, [B]"""
     rows = torch.arange(len(action), device=mu.device)
     error = mu[rows, action] - target  # [B]
-    deviation = sigma_bar[rows, action] - noise_scale * c  # [B, d_z]
+    deviation = sigma_bar[rows, action] - spread - noise_scale * c  # [B, d_z]
     return error.square() + deviation.square().sum(-1)
 
 
@@ -458,7 +459,8 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state. [B]"""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B]. With
+    q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
     v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
     return reward + gamma * (1 - terminated) * v
 
