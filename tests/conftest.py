@@ -72,7 +72,7 @@ def load():
             result=json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None,
             args=json.loads((folder / "args.json").read_text()),
             checkpoint=torch.load(folder / "checkpoint.pt", weights_only=True),
-            metrics=untimed((folder / "metrics.csv").read_text()),
+            metrics=untimed((folder / "metrics.csv").read_text()) if (folder / "metrics.csv").exists() else [],
         )
 
     return read

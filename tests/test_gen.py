@@ -1101,17 +1101,37 @@ def test_other_environments(run, tmp_path):
     assert (tmp_path / "mine/mountaincar-tau12p5/policy.pt").exists()
 
 
+class Signs(gym.Env):
+    """Sixty guesses in a row: action 1 is right where the first observation is positive. A rollout ends fewer episodes
+    than the hundred of which the mean is logged."""
+
+    observation_space, action_space = gym.spaces.Box(-10, 10, (2,), np.float32), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.obs = self.np_random.normal(size=2).astype(np.float32)
+        return self.obs, {}
+
+    def step(self, action):
+        right, self.obs = (self.obs[0] > 0) == action, self.np_random.normal(size=2).astype(np.float32)
+        return self.obs, float(right), False, False, {}
+
+
+if "test/Signs-v0" not in gym.registry:
+    gym.register("test/Signs-v0", "test_gen:Signs", max_episode_steps=60)
+
+
 def test_interrupted_training_says_how_to_go_on_and_ends_with_the_same_bits(run, tmp_path):
     """Eleven rollouts of the start and one of a tau: once whole, once from the checkpoint after ten rollouts, with an
     interruption in the tau's. The floor is the random policy's return; eleven rollouts suffice to learn."""
     s = settings(start_steps=11 * 4096, finish_steps=1, policy_lr=0.01)
-    flags = ("--env-id", "test/Chain-v0", "--dataset-size", 50, "--retrain", "--overwrite", *flags_of(s))
+    flags = ("--env-id", "test/Signs-v0", "--dataset-size", 50, "--retrain", "--overwrite", *flags_of(s))
     whole = run("gen_expectile_data", *flags, "--eval-episodes", 5)
     assert whole.code == 0, whole.err
-    start = torch.load(whole.folders[0] / "chain-start/policy.pt", weights_only=True)
-    assert start["greedy_return"] > 20 > 0 > start["random_return"]
+    start = torch.load(whole.folders[0] / "signs-start/policy.pt", weights_only=True)
+    assert start["greedy_return"] > 55 > 40 > start["random_return"]
     assert f"the floor is {start['random_return']:g}" in whole.out
-    stored, folder = arrays("ersac/chain/tau50-50-v0"), Path("runs/cut")
+    stored, folder = arrays("ersac/signs/tau50-50-v0"), Path("runs/cut")
     # a checkpoint before the training, one after ten rollouts, and one after each policy; policies are saved, too
     checkpoints = [state for state in whole.states if "current" in state]
     assert all(list(c) == ["policies", "current", "rows", "run_name", "script", "args"] for c in checkpoints)
@@ -1125,7 +1145,7 @@ def test_interrupted_training_says_how_to_go_on_and_ends_with_the_same_bits(run,
         part = run("gen_expectile_data", "--resume", folder)
     assert part.code == 130 and "Traceback" not in part.err
     assert part.out.splitlines()[-1] == f"Stopped. To go on: python gen_expectile_data.py --resume {folder}"
-    assert list(policy_files(folder)) == ["chain-start"] and not (folder / "result.json").exists()
+    assert list(policy_files(folder)) == ["signs-start"] and not (folder / "result.json").exists()
     refused = run("gen_expectile_data", "--resume", folder, "--gamma", 0.9)
     assert refused.code == 1 and refused.err.startswith("--gamma cannot change in a run that has begun")
     rest = run("gen_expectile_data", "--resume", folder)
@@ -1133,7 +1153,7 @@ def test_interrupted_training_says_how_to_go_on_and_ends_with_the_same_bits(run,
     assert policy_files(folder) == policy_files(whole.folders[0]) and len(policy_files(folder)) == 2
     lines = [(f / "metrics.csv").read_text().splitlines() for f in (folder, whole.folders[0])]
     assert [x.rsplit(",", 1)[0] for x in lines[0]] == [x.rsplit(",", 1)[0] for x in lines[1]]
-    assert same(stored, arrays("ersac/chain/tau50-50-v0"))
+    assert same(stored, arrays("ersac/signs/tau50-50-v0"))
 
 
 def test_metrics_are_there_after_ten_rollouts(run):

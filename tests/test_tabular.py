@@ -348,7 +348,7 @@ SETTINGS = {
     "own targets, hull": HULL | SWIM | OWN | dict(prior=(-30.0, 200.0), bootstrap=False),
     "own targets, ellipsoid": ELLIPSOID | SWIM | OWN | dict(prior=(-50.0, 300.0), epsilon=0.6),
     "box, RiverSwim": BOX | SWIM | dict(expectile_tau=0.85, prior=(-50.0, 300.0)),
-    "box, all pairs seen": BOX | WEAR | dict(prior=(-150.0, 50.0), epsilon=0.9, dataset_size=30),
+    "box, all pairs seen": BOX | WEAR | dict(prior=(-300.0, 100.0), epsilon=0.9, dataset_size=30, gamma=0.95),
     "hull, RiverSwim": HULL | SWIM | dict(prior=(-30.0, 200.0)),
     "hull, one data set": HULL | WEAR | dict(prior=(-150.0, 50.0), num_critics=15, bootstrap=False),
     "ellipsoid, states without data": ELLIPSOID | SWIM | dict(prior=(-50.0, 300.0), reset_prob=0.05),
