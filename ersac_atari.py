@@ -158,7 +158,7 @@ def write_metrics(folder, rows):
 
 
 def load_checkpoint(args, script):
-    """The checkpoint of --resume, and the arguments of its run, of which only three may change."""
+    """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
     if not os.path.isfile(path):
         sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
@@ -388,9 +388,9 @@ def critic_loss(q, action, target):
 def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
     """E_z (q(s, a, z) - y - <spread + noise_scale c, z>)^2 for z ~ N(0, I), in closed form:
     (mu_a - y)^2 + |sigma_bar_a - spread - noise_scale c|^2, [B]"""
-    rows = torch.arange(len(action), device=mu.device)
-    error = mu[rows, action] - target  # [B]
-    deviation = sigma_bar[rows, action] - spread - noise_scale * c  # [B, d_z]
+    batch = torch.arange(len(action), device=mu.device)
+    error = mu[batch, action] - target  # [B]
+    deviation = sigma_bar[batch, action] - spread - noise_scale * c  # [B, d_z]
     return error.square() + deviation.square().sum(-1)
 
 
@@ -408,7 +408,7 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples deviate by exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
@@ -420,7 +420,7 @@ def mahalanobis(x, d):
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
     scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # no spread: deviations are 0 and add nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # for a singular Sigma: N <= A, or no spread
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -429,7 +429,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -444,7 +444,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
 
 
 def worst_case_gaussian(mu, sigma_bar, pi, radius):
-    """The same for q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
+    """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
     q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
     v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
     norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu

@@ -141,7 +141,7 @@ def write_metrics(folder, rows):
 
 
 def load_checkpoint(args, script):
-    """The checkpoint of --resume, and the arguments of its run, of which only three may change."""
+    """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
     if not os.path.isfile(path):
         sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
@@ -227,14 +227,14 @@ def load_transitions(dataset, gamma):
     columns = []
     try:
         for episode in dataset.iterate_episodes():
-            follow = 0.0 if episode.terminations[-1] else math.nan
+            return_to_go = 0.0 if episode.terminations[-1] else math.nan
             returns = []
             for reward in episode.rewards[::-1]:
-                follow = reward + gamma * follow
-                returns.append(follow)
+                return_to_go = reward + gamma * return_to_go
+                returns.append(return_to_go)
             obs = np.asarray(episode.observations, np.float32)
-            step = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
-            columns.append((*step, returns[::-1]))
+            column = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
+            columns.append((*column, returns[::-1]))
         tensors = [torch.as_tensor(np.concatenate(x)) for x in zip(*columns)]
         obs, action, reward, next_obs, terminated, returns = tensors
     except Exception as error:
@@ -247,7 +247,7 @@ def load_transitions(dataset, gamma):
 
 
 def make_eval_env(dataset, env_id, video_folder=None):
-    """That of our data set's --env-id, or the one that a foreign data set recovers."""
+    """The environment to evaluate in: --env-id, or the one that a foreign data set recovers."""
     mode = {"render_mode": "rgb_array"} if video_folder else {}
     if env_id:
         env = gym.make(env_id, **mode)
@@ -322,7 +322,7 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples deviate by exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
@@ -334,7 +334,7 @@ def mahalanobis(x, d):
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
     scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # no spread: deviations are 0 and add nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # for a singular Sigma: N <= A, or no spread
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -343,7 +343,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -579,7 +579,7 @@ if __name__ == "__main__":
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
         index = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
         s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
-        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; ended: no truncations
+        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
 
         # compute target: the paper's worst case over the target critics' set, or every critic its own
@@ -695,5 +695,5 @@ if __name__ == "__main__":
     played = f"over {args.eval_episodes} episodes"
     print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} {played}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0 random, 100 the data's neutral policy)")
+        print(f"normalized return {normalized:.1f} (0 random, 100 the data set's reference)")
     print(f"run folder: {folder}")

@@ -87,11 +87,11 @@ class Args:
     head_input: Literal["features", "obs"] = "features"
     """what the stochastic heads read: the features of the mean (the paper's form) or the observation"""
     input_scale: float = 3.0
-    """factor on the observation that the heads read: how fast the prior varies between states"""
+    """factor on the observation with --head-input obs: how fast the prior varies between states"""
     prior_scale: float = 0.3
     """size of the frozen prior head, the uncertainty where there are no data"""
     noise_scale: float = 0.01
-    """size of the noise that every transition adds to its target along its own direction c"""
+    """size of the noise that every transition adds to its target along c, its fixed random direction"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
     lambda_sigma: float = 0.0
@@ -153,7 +153,7 @@ def write_metrics(folder, rows):
 
 
 def load_checkpoint(args, script):
-    """The checkpoint of --resume, and the arguments of its run, of which only three may change."""
+    """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
     if not os.path.isfile(path):
         sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
@@ -239,14 +239,14 @@ def load_transitions(dataset, gamma):
     columns = []
     try:
         for episode in dataset.iterate_episodes():
-            follow = 0.0 if episode.terminations[-1] else math.nan
+            return_to_go = 0.0 if episode.terminations[-1] else math.nan
             returns = []
             for reward in episode.rewards[::-1]:
-                follow = reward + gamma * follow
-                returns.append(follow)
+                return_to_go = reward + gamma * return_to_go
+                returns.append(return_to_go)
             obs = np.asarray(episode.observations, np.float32)
-            step = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
-            columns.append((*step, returns[::-1]))
+            column = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
+            columns.append((*column, returns[::-1]))
         tensors = [torch.as_tensor(np.concatenate(x)) for x in zip(*columns)]
         obs, action, reward, next_obs, terminated, returns = tensors
     except Exception as error:
@@ -259,7 +259,7 @@ def load_transitions(dataset, gamma):
 
 
 def make_eval_env(dataset, env_id, video_folder=None):
-    """That of our data set's --env-id, or the one that a foreign data set recovers."""
+    """The environment to evaluate in: --env-id, or the one that a foreign data set recovers."""
     mode = {"render_mode": "rgb_array"} if video_folder else {}
     if env_id:
         env = gym.make(env_id, **mode)
@@ -306,11 +306,11 @@ class EpinetCritic(nn.Module):
             sizes[0] += index_dim
         self.learnable = self.make_head(sizes)
         self.prior = self.make_head(sizes).requires_grad_(False)
-        if head_input == "obs":  # He's weights and random biases: as large as its input, whatever the width
+        if head_input == "obs":  # He's weights and random biases: the prior is as large as its input
             for layer in self.prior[::2]:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
                 nn.init.normal_(layer.bias, std=0.3)
-            self.prior[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))
+            self.prior[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))  # without He's 2, whatever d_z is
             self.prior[-1].bias.zero_()
 
     def make_head(self, sizes):
@@ -326,7 +326,7 @@ class EpinetCritic(nn.Module):
             x = torch.cat([x.expand(len(z), -1, -1), z[:, None].expand(-1, len(x), -1)], -1)
         return (self.learnable(x) + self.prior_scale * self.prior(x)).unflatten(-1, self.shape)
 
-    def forward(self, obs):
+    def forward(self, obs):  # of the linear head: the head mlp can only be sampled
         psi = self.base(obs)  # [B, H]
         return self.mean(psi), self.stochastic(obs, psi)  # [B, A], [B, A, d_z]
 
@@ -340,16 +340,16 @@ class EpinetCritic(nn.Module):
 def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
     """E_z (q(s, a, z) - y - <spread + noise_scale c, z>)^2 for z ~ N(0, I), in closed form:
     (mu_a - y)^2 + |sigma_bar_a - spread - noise_scale c|^2, [B]"""
-    rows = torch.arange(len(action), device=mu.device)
-    error = mu[rows, action] - target  # [B]
-    deviation = sigma_bar[rows, action] - spread - noise_scale * c  # [B, d_z]
+    batch = torch.arange(len(action), device=mu.device)
+    error = mu[batch, action] - target  # [B]
+    deviation = sigma_bar[batch, action] - spread - noise_scale * c  # [B, d_z]
     return error.square() + deviation.square().sum(-1)
 
 
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples deviate by exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
@@ -361,7 +361,7 @@ def mahalanobis(x, d):
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
     scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # no spread: deviations are 0 and add nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # for a singular Sigma: N <= A, or no spread
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -370,7 +370,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -385,7 +385,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
 
 
 def worst_case_gaussian(mu, sigma_bar, pi, radius):
-    """The same for q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
+    """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
     q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
     v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
     norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
@@ -525,26 +525,19 @@ if __name__ == "__main__":
         reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
     reward = reward * reward_scale
     returns = returns * reward_scale
+    # a fixed direction per transition; a resumed run draws the same ones, first of all from the seed
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor, entropy coefficient
-    critic = EpinetCritic(
-        obs_dim=D,
-        num_actions=A,
-        index_dim=args.index_dim,
-        hidden_dim=args.hidden_dim,
-        prior_scale=args.prior_scale,
-        layer_norm=args.layer_norm,
-        head=args.head,
-        head_input=args.head_input,
-        input_scale=args.input_scale,
-    ).to(device)
+    shape = (D, A, args.index_dim, args.hidden_dim)
+    heads = (args.head, args.head_input, args.input_scale)
+    critic = EpinetCritic(*shape, args.prior_scale, args.layer_norm, *heads).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor = Actor(D, A, args.hidden_dim).to(device)
     log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device)
     log_alpha.requires_grad_(args.autotune)
-    base = [*critic.base.parameters(), *critic.mean.parameters()]
-    base = {"params": base, "weight_decay": 2 * args.lambda_mu}  # the gradient of lambda |theta|^2
+    mean = [*critic.base.parameters(), *critic.mean.parameters()]
+    base = {"params": mean, "weight_decay": 2 * args.lambda_mu}  # the gradient of lambda |theta|^2
     head = {"params": [*critic.learnable.parameters()], "weight_decay": 2 * args.lambda_sigma}
     q_optimizer = torch.optim.Adam([base, head], args.q_lr, fused=True)
     learned = [*actor.parameters(), log_alpha]
@@ -628,7 +621,7 @@ if __name__ == "__main__":
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
         index = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
         s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
-        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; ended: no truncations
+        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
         z = None
         if not star:
@@ -653,7 +646,7 @@ if __name__ == "__main__":
             mu, sigma_bar = critic(s)  # [B, A], [B, A, d_z]
             q_loss = epinet_loss(mu, sigma_bar, a, y, c[index], args.noise_scale, spread).mean()
         else:
-            q = critic.sample(s, z)[:, torch.arange(len(a)), a]  # [N, B]
+            q = critic.sample(s, z)[:, torch.arange(len(a), device=device), a]  # [N, B]
             noise = args.noise_scale * (z @ c[index].T)  # noise_scale <c, z>, [N, B]
             q_loss = (q - y - noise).square().mean()
         q_optimizer.zero_grad()
@@ -684,8 +677,8 @@ if __name__ == "__main__":
         # log, evaluate, checkpoint
         if update % args.eval_interval == 0 or update == args.total_updates:
             with torch.no_grad():
-                probe = torch.Generator().manual_seed(0)
-                probe = torch.randn(1000, args.index_dim, generator=probe).to(device)
+                same = torch.Generator().manual_seed(0)  # the same indices in every row
+                probe = torch.randn(1000, args.index_dim, generator=same).to(device)
                 q = critic.sample(s, probe)  # [1000, B, A]
                 mu = critic(s)[0] if star else q.mean(0)  # [B, A]
                 taken = F.one_hot(a, A).bool()  # [B, A]
@@ -754,5 +747,5 @@ if __name__ == "__main__":
     played = f"over {args.eval_episodes} episodes"
     print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} {played}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0 random, 100 the data's neutral policy)")
+        print(f"normalized return {normalized:.1f} (0 random, 100 the data set's reference)")
     print(f"run folder: {folder}")

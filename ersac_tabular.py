@@ -71,7 +71,7 @@ class Args:
     alpha: float = 0.01
     """entropy coefficient"""
     q_lr: float = 0.01
-    """critic step size for a single transition"""
+    """critic step size per transition; n visits compound to 1 - (1 - q_lr)^n"""
     policy_lr: float = 0.01
     """Adam step size of the actor"""
     polyak: float = 0.02
@@ -108,7 +108,7 @@ def write_metrics(folder, rows):
 
 
 def load_checkpoint(args, script):
-    """The checkpoint of --resume, and the arguments of its run, of which only three may change."""
+    """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
     if not os.path.isfile(path):
         sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
@@ -177,7 +177,7 @@ def riverswim():
 
 
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL's 0.1)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
@@ -215,7 +215,7 @@ def collect(P, behaviour, size, epsilon, reset_prob, rng):
         a = int(a_random[i] if u_action[i] < epsilon else behaviour[s])
         s_next = min(bisect(cumulative[s][a], u_next[i]), S - 1)  # the last sum may be just below 1
         visits[s, a, s_next] += 1
-        s = int(s_random[i]) if u_reset[i] < reset_prob else s_next  # what is stored is s_next
+        s = int(s_random[i]) if u_reset[i] < reset_prob else s_next  # a jump is no transition
     return visits
 
 
@@ -233,7 +233,7 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples deviate by exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
@@ -245,7 +245,7 @@ def mahalanobis(x, d):
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
     scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # no spread: deviations are 0 and add nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # for a singular Sigma: N <= A, or no spread
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
@@ -254,7 +254,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -316,7 +316,7 @@ def greedy(pi):
 
 
 def normalized_returns(P, R, pi, gamma, v_random, v_optimal):
-    """100 (V - V_random) / (V_optimal - V_random): greedy(pi) and pi, uniform start and state 1."""
+    """100 (V - V_random) / (V_optimal - V_random): greedy(pi) and pi, uniform start and state 1 (index 0)."""
     scores = {}
     for kind, policy in (("", greedy(pi)), ("_stochastic", pi)):
         gain = policy_value(P, R, policy, gamma) - v_random  # [S]
@@ -393,7 +393,7 @@ if __name__ == "__main__":
     resamples = torch.tensor(resamples).double()
     n = resamples.sum(-1)  # [N, S, A]: how often critic i sees (s, a)
     p_hat = resamples / n.clamp(min=1)[..., None]  # [N, S, A, S]: critic i's estimate of P(s'|s, a)
-    critic_step = 1 - (1 - args.q_lr) ** n  # n steps of size q_lr in one; 0 where there is no data
+    critic_step = 1 - (1 - args.q_lr) ** n  # n steps towards the mean target in one
     visits = torch.tensor(visits)
     seen = visits.sum(-1) > 0  # [S, A]
     state_weight = visits.sum((-1, -2)) / size  # [S]: a state's share of the data
@@ -425,7 +425,7 @@ if __name__ == "__main__":
     # ----- run folder: new, or as the checkpoint left it
     names = {"box": "SAC-N", "hull": "ERSAC-CH-N", "ellipsoid": "ERSAC-Ell-N"}
     method = names[args.uncertainty_set]
-    if args.targets == "own":
+    if args.targets == "own":  # SAC-N has one target for all critics; the box with own targets is another method
         method = "ERSAC-Box-N-own" if args.uncertainty_set == "box" else f"{method}-own"
     start = 0
     rows = []
@@ -475,9 +475,10 @@ if __name__ == "__main__":
         pi = log_pi.exp()
         with torch.no_grad():
             # compute target of every (s, a, s'): worst case over the target critics' set, or each its own
-            q_next = q_target[:, None, None]  # [N, 1, 1, S, A]
             if args.targets == "shared":
                 q_next = worst_case(q_target, pi)  # q*, [S, A]
+            else:
+                q_next = q_target[:, None, None]  # [N, 1, 1, S, A]: v(s') meets the last axis of reward
             y = robust_target(reward, 0.0, pi, log_pi, q_next, args.alpha, args.gamma)  # [(N,) S, A, S]
 
             # critic update: every critic steps towards the mean target of its own transitions
@@ -553,7 +554,7 @@ if __name__ == "__main__":
         "updates": args.total_updates,
         "updates_per_second": np.mean([row["charts/updates_per_second"] for row in rows]),
         "eval_episodes": args.eval_episodes,
-        "eval_return_mean": v_greedy.mean(),
+        "eval_return_mean": v_greedy.mean(),  # exact; the other two are sampled
         "eval_return_std": episodes.std(),
         "eval_returns": episodes.tolist(),
         "monte_carlo_return": episodes.mean(),

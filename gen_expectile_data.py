@@ -118,7 +118,7 @@ def write_metrics(folder, rows):
 
 
 def load_checkpoint(args, script):
-    """The checkpoint of --resume, and the arguments of its run, of which only three may change."""
+    """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
     if not os.path.isfile(path):
         sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
@@ -238,7 +238,7 @@ def action_values(critic, obs, tau):
 
 # ===== The expectile target
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL's 0.1)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)

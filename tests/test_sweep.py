@@ -190,3 +190,37 @@ def test_the_sweep_file_of_wandb_names_arguments_and_methods_that_exist():
         words = [f"--{name.replace('_', '-')}", *map(str, choice["values"])]
         assert getattr(tyro.cli(SWEEP["Args"], args=words), name) == choice["values"]
     assert set(plan["parameters"]["methods"]["values"]) <= set(SWEEP["METHODS"])
+
+
+# ----- the tabular grids
+def test_cells_of_the_tabular_grids_are_arguments_of_the_script():
+    tabular = runpy.run_path(str(BENCHMARK / "tabular.py"))
+    parse = importlib.import_module("ersac_tabular").Args
+    for grid, count in {"paper": 72, "no-bootstrap": 36, "upsilon": 24, "critics": 72, "targets": 384}.items():
+        names = [tabular["flags"](cell) for cell in tabular["cells"](grid)]
+        assert len(names) == len(set(names)) == count
+        for cell, name in zip(tabular["cells"](grid), names):
+            args = tyro.cli(parse, args=name.split())
+            assert all(getattr(args, key) == value for key, value in cell.items())
+
+
+def test_a_tabular_grid_makes_what_is_missing_and_reproduces_the_committed_row(tmp_path):
+    """The last line is cut in half, as by a kill; its run is made again, and nothing else."""
+    out = tmp_path / "grid.csv"
+    text = (BENCHMARK / "tabular_no_bootstrap.csv").read_text()
+    committed = list(csv.DictReader(text.splitlines()))
+    out.write_text(text[:-50])
+    command = [sys.executable, str(BENCHMARK / "tabular.py"), "--grid", "no-bootstrap", "--out", str(out)]
+    done = subprocess.run([*command, "--workers", "1"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("1 runs in"), done.stderr
+    *rows, last = csv.DictReader(out.read_text().splitlines())
+    assert [r | {"commit": ""} for r in committed[:-1]] == [r | {"commit": ""} for r in rows] and last["commit"]
+    for name, value in committed[-1].items():
+        if name == "updates_per_second":
+            continue
+        try:
+            assert float(last[name]) == pytest.approx(float(value), abs=1e-4), name
+        except ValueError:
+            assert last[name] == value
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "all 360 runs are there" in done.stdout

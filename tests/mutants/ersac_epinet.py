@@ -2,8 +2,8 @@
 
 FAULTS = [
     (
-        "follow = 0.0 if episode.terminations[-1] else math.nan",
-        "follow = 0.0",
+        "return_to_go = 0.0 if episode.terminations[-1] else math.nan",
+        "return_to_go = 0.0",
         "returns of truncated episodes count as known",
     ),
     ("    if args.normalize_obs:\n", "    if True:\n", "--no-normalize-obs has no effect"),
