@@ -204,6 +204,7 @@ def test_cells_of_the_tabular_grids_are_arguments_of_the_script():
             assert all(getattr(args, key) == value for key, value in cell.items())
 
 
+@pytest.mark.slow
 def test_a_tabular_grid_makes_what_is_missing_and_reproduces_the_committed_row(tmp_path):
     """The last line is cut in half, as by a kill; its run is made again, and nothing else."""
     out = tmp_path / "grid.csv"
