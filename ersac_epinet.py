@@ -1,14 +1,14 @@
 # docs: docs/ersac_epinet.md
-"""ERSAC with one Epinet: Algorithm 4 of "Epistemic Robust Offline Reinforcement Learning", closed form and sampled.
+"""ERSAC with one Epinet: Algorithm 4 of "Epistemic Robust Offline Reinforcement Learning".
 
-One critic network carries a mean and, through an epistemic index z, its own uncertainty; the ellipsoid over Q-vectors
-comes from them without an ensemble. Critic and actor learn offline from the worst case in that set. One run:
+One critic network carries a mean and, through an epistemic index z, its own uncertainty; the
+ellipsoid over Q-vectors comes from them without an ensemble. Critic and actor learn offline from
+the worst case in that set. One run:
 
     python ersac_epinet.py --env-id LunarLander-v3 --upsilon 0.9
 """
 
 import copy
-import csv
 import io
 import json
 import math
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import gymnasium as gym
@@ -34,14 +34,14 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    exp_name: str = "ersac_epinet"
+    exp_name: str = os.path.basename(__file__).removesuffix(".py")
     """name of this experiment, part of the run folder's name"""
     seed: int = 1
     """seed of networks, minibatches and evaluation"""
     torch_deterministic: bool = True
     """ask torch for deterministic algorithms"""
     cuda: bool = True
-    """use a GPU if there is one"""
+    """use a GPU if there is one; on a CPU one thread is used"""
     output_dir: str = "runs"
     """folder that receives the run folder"""
     track: bool = False
@@ -54,32 +54,44 @@ class Args:
     """record the first episode of the final evaluation"""
 
     env_id: str = "LunarLander-v3"
-    """environment whose default data set is used, unless --dataset-id names another one"""
+    """environment of the default data set"""
     dataset_id: str | None = None
-    """any Minari data set with vector observations and discrete actions; None is ersac/{env}/tau{NN}-{size}-v0"""
+    """any Minari data set with vector observations and discrete actions, in place of the default"""
     dataset_size: int = 100_000
     """transitions of the default data set"""
+    dataset_seed: int = 1
+    """which draw of the default data set: other episodes of the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the default data set's behaviour policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
+    """risk level of the default data set's policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
+    early_fraction: float = 0.0
+    """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
     return_scale: float | None = 10.0
-    """rewards are scaled so that the data's discounted returns have this root mean square; None leaves them alone"""
+    """scale rewards so that the data's discounted returns have this root mean square, or None"""
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
+    targets: Literal["shared", "own"] = "shared"
+    """shared: the paper's one robust target for all; own: every index z bootstraps from itself"""
     method: Literal["ell-epi-star", "ell-epi"] = "ell-epi-star"
-    """ell-epi-star: mean and covariance in closed form, no sampling; ell-epi: the ellipsoid through sampled indices"""
+    """ell-epi-star: the set in closed form; ell-epi: the set through sampled indices"""
+    uncertainty_set: Literal["ellipsoid", "box"] = "ellipsoid"
+    """shape of the set; the box is the ellipsoid's bounding box (ell-epi-star only)"""
     upsilon: float = 0.9
-    """probability (ell-epi-star, below 1) or share of the samples (ell-epi, up to 1) that the ellipsoid covers"""
+    """probability (ell-epi-star, below 1) or share of the samples (ell-epi) that the set covers"""
     index_dim: int = 16
-    """d_z, the dimension of the index z; below the number of actions the covariance is singular, which works"""
+    """d_z, the dimension of the index z"""
     num_index_samples: int = 100
     """N, the indices drawn for the sampled set and loss of ell-epi"""
     head: Literal["linear", "mlp"] = "linear"
-    """stochastic head: linear in z (the paper's assumption), or an MLP that also takes z as input (ell-epi only)"""
+    """stochastic head: linear in z (the paper's), or an MLP that reads z too (ell-epi only)"""
+    head_input: Literal["features", "obs"] = "features"
+    """what the stochastic heads read: the features of the mean (the paper's form) or the observation"""
+    input_scale: float = 3.0
+    """factor on the observation with --head-input obs: how fast the prior varies between states"""
     prior_scale: float = 0.3
     """size of the frozen prior head, the uncertainty where there are no data"""
     noise_scale: float = 0.01
-    """size of the noise that every transition adds to its target along its own direction c (not the head sigma_bar)"""
+    """size of the noise that every transition adds to its target along c, its fixed random direction"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
     lambda_sigma: float = 0.0
@@ -111,172 +123,279 @@ class Args:
     """target of --autotune as a share of log |A|"""
 
     eval_interval: int = 1000
-    """updates between two rows of metrics.csv, each with an evaluation"""
+    """updates between two rows of metrics.csv, each with an evaluation and a checkpoint"""
     eval_episodes: int = 100
     """episodes of the final evaluation; a tenth of them in between"""
-    checkpoint_interval: int = 1000
-    """updates between two checkpoints"""
     resume: str | None = None
-    """run folder to continue; all other arguments come from there"""
-    eval_only: bool = False
-    """with --resume: evaluate the checkpoint's policy, print the result, write nothing"""
+    """run folder to continue; only --eval-episodes, --capture-video, --total-updates may change"""
+
+
+# ===== Files, checkpoints, tracking
+def write_file(folder, name, content):
+    """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
+    path = os.path.join(folder, name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(path + ".tmp", "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
+
+
+def write_metrics(folder, rows):
+    """metrics.csv: a header and a line per row."""
+    lines = [rows[0].keys()] + [row.values() for row in rows]
+    text = "\n".join(",".join(map(str, line)) for line in lines) + "\n"
+    write_file(folder, "metrics.csv", text.encode())
+
+
+def load_checkpoint(args, script):
+    """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
+    path = os.path.join(args.resume, "checkpoint.pt")
+    if not os.path.isfile(path):
+        sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
+    except Exception as error:
+        sys.exit(f"{path} is damaged ({type(error).__name__}); start a new run.")
+    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
+        sys.exit(f"{path} was not written by {script}; resume it with the script that did.")
+    if checkpoint["args"].keys() != asdict(args).keys():
+        sys.exit(f"{path} was written by another version of {script}; start a new run.")
+    stored = checkpoint["args"]
+    for word in sys.argv[1:]:
+        flag = word.split("=")[0].replace("_", "-")
+        if flag in ("--eval-episodes", "--capture-video", "--total-updates", "--resume"):
+            stored.pop(flag[2:].replace("-", "_"), None)
+        elif flag.startswith("--"):
+            sys.exit(f"{flag} cannot change in a run that has begun; drop it, or start a new run.")
+    return checkpoint, replace(args, **stored)
+
+
+def start_tracking(args, run_name, group):
+    """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
+    if not args.track:
+        return None
+    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
+    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    try:
+        import wandb
+
+        return wandb.init(**place, **run, config=asdict(args))
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
 
 
 # ===== The data: a Minari data set as tensors, and the environment to evaluate in
-def dataset_name(env_id, expectile_tau, dataset_size):
+def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, dataset_seed=1):
     """Name of our own data sets, such as ersac/lunarlander/tau90-10k-v0. Minari allows no dots."""
+
+    def percent(share):
+        return f"{100 * share:.7g}".zfill(2).replace(".", "p")  # 0.05 -> 05, 0.125 -> 12p5
+
     env = re.sub(r"-v\d+$", "", env_id.split("/")[-1]).lower()
-    tau = f"{100 * expectile_tau:.7g}".zfill(2).replace(".", "p")  # 0.05 -> 05, 0.125 -> 12p5
-    size = f"{dataset_size // 1000}k" if dataset_size % 1000 == 0 else dataset_size
-    return f"ersac/{env}/tau{tau}-{size}-v0"
+    name = f"ersac/{env}/tau{percent(expectile_tau)}"
+    if early_fraction > 0:
+        name += f"-early{percent(early_fraction)}"
+    name += f"-{dataset_size // 1000}k" if dataset_size % 1000 == 0 else f"-{dataset_size}"
+    if dataset_seed != 1:
+        name += f"-s{dataset_seed}"
+    return f"{name}-v0"
 
 
 def find_dataset(args):
-    """The data set to learn from. A missing one of ours is made by gen_expectile_data.py, any other is downloaded."""
-    dataset_id = args.dataset_id or dataset_name(args.env_id, args.expectile_tau, args.dataset_size)
-    if dataset_id not in minari.list_local_datasets():
-        if args.dataset_id:
-            print(f"{dataset_id} is not on this machine; downloading it.")
-            try:
-                minari.download_dataset(dataset_id)
-            except Exception as error:
-                sys.exit(f"--dataset-id {dataset_id}: not here, and no download ({error}); see `minari list remote`.")
-        else:
-            print(f"{dataset_id} is not on this machine; gen_expectile_data.py makes it.")
-            script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gen_expectile_data.py")
-            command = [sys.executable, script, "--env-id", args.env_id, "--expectile-tau", str(args.expectile_tau)]
-            if subprocess.run([*command, "--dataset-size", str(args.dataset_size)]).returncode:
-                sys.exit(f"{dataset_id} could not be made; the lines above say why.")
+    """A missing data set of ours is made by gen_expectile_data.py, any other is downloaded."""
+    wanted = ("env_id", "expectile_tau", "dataset_size", "early_fraction", "dataset_seed")
+    wanted = {name: getattr(args, name) for name in wanted}
+    dataset_id = args.dataset_id or dataset_name(**wanted)
+    if not args.dataset_id and dataset_id not in minari.list_local_datasets():
+        print(f"{dataset_id} is not on this machine; gen_expectile_data.py makes it.")
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gen_expectile_data.py")
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
+        if subprocess.run([sys.executable, script, *flags]).returncode != 0:
+            sys.exit(f"{dataset_id} could not be made; the lines above say why.")
     try:
-        return minari.load_dataset(dataset_id)
+        return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
-        sys.exit(f"{dataset_id}: cannot be read ({error}); delete it with `minari delete {dataset_id}` and try again.")
+        sys.exit(f"{dataset_id}: neither on this machine nor downloaded, or damaged ({error}).")
 
 
 def load_transitions(dataset, gamma):
-    """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed (NaN if the episode
-    was cut before its end, so that nobody knows)."""
-    name, space = dataset.spec.dataset_id, dataset.spec.observation_space
-    if not isinstance(dataset.spec.action_space, gym.spaces.Discrete):
-        sys.exit(f"{name} has {dataset.spec.action_space} actions; this script needs a data set with discrete actions.")
-    if dataset.spec.action_space.start != 0 or dataset.spec.env_spec is None:
-        sys.exit(f"{name} counts its actions from another number than 0, or names no environment to evaluate in.")
+    """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed
+    (NaN, unknown, if the episode was cut before its end)."""
+    name = dataset.spec.dataset_id
+    actions = dataset.spec.action_space
+    space = dataset.spec.observation_space
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        sys.exit(f"{name} has {actions} actions; this script needs discrete actions from 0 on.")
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        sys.exit(f"{name} has {space} observations; this script needs vectors (ersac_atari.py takes images).")
+        sys.exit(f"{name} has {space} observations; this script needs vectors.")
+    if dataset.spec.env_spec is None:
+        sys.exit(f"{name} names no environment, so no policy could be evaluated.")
+    columns = []
     try:
-        episodes, columns = list(dataset.iterate_episodes()), []
+        for episode in dataset.iterate_episodes():
+            return_to_go = 0.0 if episode.terminations[-1] else math.nan
+            returns = []
+            for reward in episode.rewards[::-1]:
+                return_to_go = reward + gamma * return_to_go
+                returns.append(return_to_go)
+            obs = np.asarray(episode.observations, np.float32)
+            column = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
+            columns.append((*column, returns[::-1]))
+        tensors = [torch.as_tensor(np.concatenate(x)) for x in zip(*columns)]
+        obs, action, reward, next_obs, terminated, returns = tensors
     except Exception as error:
-        sys.exit(f"{name}: cannot be read ({error}); delete it with `minari delete {name}` and try again.")
-    for episode in episodes:
-        follow, returns = 0.0 if episode.terminations[-1] else math.nan, []
-        for reward in episode.rewards[::-1]:
-            follow = reward + gamma * follow
-            returns.append(follow)
-        obs = np.asarray(episode.observations, np.float32)
-        if not len(obs) - 1 == len(episode.actions) == len(episode.rewards):
-            sys.exit(f"{name}: episode {episode.id} lacks an observation or an action; it needs T + 1 and T of them.")
-        columns.append((obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations, returns[::-1]))
-    obs, action, reward, next_obs, terminated, returns = (torch.as_tensor(np.concatenate(x)) for x in zip(*columns))
+        sys.exit(f"{name}: cannot be read ({error}); `minari delete {name}`, try again.")
+    if not len(obs) == len(action) == len(reward):
+        sys.exit(f"{name}: an episode needs T + 1 observations, T actions and T rewards.")
     if not (obs.isfinite().all() and next_obs.isfinite().all() and reward.isfinite().all()):
-        sys.exit(f"{name} holds observations or rewards that are not finite; repair the data set or choose another.")
+        sys.exit(f"{name} holds observations or rewards that are not finite.")
     return obs, action.long(), reward.float(), next_obs, terminated.float(), returns.float()
 
 
 def make_eval_env(dataset, env_id, video_folder=None):
-    """One plain environment: that of our data set's --env-id, or the one that a foreign data set recovers."""
+    """The environment to evaluate in: --env-id, or the one that a foreign data set recovers."""
     mode = {"render_mode": "rgb_array"} if video_folder else {}
-    env = gym.make(env_id, **mode) if env_id else dataset.recover_environment(eval_env=True, **mode)
-    if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang the evaluation
+    if env_id:
+        env = gym.make(env_id, **mode)
+    else:
+        env = dataset.recover_environment(eval_env=True, **mode)
+    if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
         env = gym.wrappers.TimeLimit(env, 10_000)
-    return gym.wrappers.RecordVideo(env, video_folder, lambda episode: episode == 0) if video_folder else env
+    if video_folder:
+        env = gym.wrappers.RecordVideo(env, video_folder, lambda episode: episode == 0)
+    return env
 
 
 # ===== Critic: one network with a mean and a stochastic head
 class EpinetCritic(nn.Module):
-    """q(s, a, z) = mu(s, a) + <sigma_L(psi, a) + prior_scale sigma_P(psi, a), z>, no gradient from sigma into psi(s).
+    """q(s, a, z) = mu(s, a) + <sigma_L(x, a) + prior_scale sigma_P(x, a), z>, sigma_P frozen. The heads
+    read x, the scaled observation or (the paper) the features of mu, into which they send no gradient.
     forward(obs [B, D]) -> mu [B, A], sigma_bar [B, A, d_z]; sample(obs, z [N, d_z]) -> [N, B, A]"""
 
-    def __init__(self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=0.3, layer_norm=True, head="linear"):
+    def __init__(
+        self,
+        obs_dim,
+        num_actions,
+        index_dim,
+        hidden_dim,
+        prior_scale=0.3,
+        layer_norm=True,
+        head="linear",
+        head_input="features",
+        input_scale=3.0,
+    ):
         super().__init__()
-        norm = (lambda: nn.LayerNorm(hidden_dim)) if layer_norm else nn.Identity
-        self.base = nn.Sequential(
-            *(nn.Linear(obs_dim, hidden_dim), norm(), nn.ReLU()),
-            *(nn.Linear(hidden_dim, hidden_dim), norm(), nn.ReLU()),
-        )
+        self.shape = (num_actions, index_dim)
+        self.prior_scale = prior_scale
+        self.head = head
+        self.head_input = head_input
+        self.input_scale = input_scale
+        norm = nn.LayerNorm if layer_norm else nn.Identity
+        layers = [nn.Linear(obs_dim, hidden_dim), norm(hidden_dim), nn.ReLU()]
+        layers += [nn.Linear(hidden_dim, hidden_dim), norm(hidden_dim), nn.ReLU()]
+        self.base = nn.Sequential(*layers)
         self.mean = nn.Linear(hidden_dim, num_actions)
-        self.shape, self.prior_scale, self.head = (num_actions, index_dim), prior_scale, head
-        inputs = hidden_dim + (index_dim if head == "mlp" else 0)
-        self.learnable, self.prior = (
-            nn.Sequential(nn.Linear(inputs, 50), nn.ReLU(), nn.Linear(50, num_actions * index_dim)) for _ in range(2)
-        )
-        self.prior.requires_grad_(False)
+        sizes = [hidden_dim, 50] if head_input == "features" else [obs_dim, 2 * hidden_dim, 2 * hidden_dim]
+        if head == "mlp":
+            sizes[0] += index_dim
+        self.learnable = self.make_head(sizes)
+        self.prior = self.make_head(sizes).requires_grad_(False)
+        if head_input == "obs":  # He's weights and random biases: the prior is as large as its input
+            for layer in self.prior[::2]:
+                nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
+                nn.init.normal_(layer.bias, std=0.3)
+            self.prior[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))  # without He's 2, whatever d_z is
+            self.prior[-1].bias.zero_()
 
-    def stochastic(self, features):
-        """sigma_L + prior_scale sigma_P, [..., A, d_z]"""
-        return (self.learnable(features) + self.prior_scale * self.prior(features)).unflatten(-1, self.shape)
+    def make_head(self, sizes):
+        layers = []
+        for fan_in, fan_out in zip(sizes, sizes[1:]):
+            layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(sizes[-1], math.prod(self.shape)))
 
-    def forward(self, obs):
+    def stochastic(self, obs, psi, z=None):
+        """sigma_bar = sigma_L + prior_scale sigma_P, [B, A, d_z], or for heads that read z [N, B, A, d_z]"""
+        x = self.input_scale * obs if self.head_input == "obs" else psi.detach()  # [B, X]
+        if self.head == "mlp":
+            x = torch.cat([x.expand(len(z), -1, -1), z[:, None].expand(-1, len(x), -1)], -1)
+        return (self.learnable(x) + self.prior_scale * self.prior(x)).unflatten(-1, self.shape)
+
+    def forward(self, obs):  # of the linear head: the head mlp can only be sampled
         psi = self.base(obs)  # [B, H]
-        return self.mean(psi), self.stochastic(psi.detach())  # [B, A], [B, A, d_z]
+        return self.mean(psi), self.stochastic(obs, psi)  # [B, A], [B, A, d_z]
 
     def sample(self, obs, z):
-        psi = self.base(obs)
-        if self.head == "linear":
-            return self.mean(psi) + torch.einsum("bad,nd->nba", self.stochastic(psi.detach()), z)  # [N, B, A]
-        inputs = torch.cat([psi.detach().expand(len(z), -1, -1), z[:, None].expand(-1, len(psi), -1)], -1)
-        return self.mean(psi) + torch.einsum("nbad,nd->nba", self.stochastic(inputs), z)
+        psi = self.base(obs)  # [B, H]
+        sigma_bar = self.stochastic(obs, psi, z)
+        product = "nbad,nd->nba" if self.head == "mlp" else "bad,nd->nba"
+        return self.mean(psi) + torch.einsum(product, sigma_bar, z)  # [N, B, A]
 
 
-def epinet_loss(mu, sigma_bar, action, target, c, noise_scale):
-    """E_z (q(s, a, z) - y - noise_scale <c, z>)^2 for z ~ N(0, I), in closed form:
-    (mu_a - y)^2 + |sigma_bar_a - noise_scale c|^2, [B]"""
-    rows = torch.arange(len(action), device=mu.device)
-    return (mu[rows, action] - target).square() + (sigma_bar[rows, action] - noise_scale * c).square().sum(-1)
+def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
+    """E_z (q(s, a, z) - y - <spread + noise_scale c, z>)^2 for z ~ N(0, I), in closed form:
+    (mu_a - y)^2 + |sigma_bar_a - spread - noise_scale c|^2, [B]"""
+    batch = torch.arange(len(action), device=mu.device)
+    error = mu[batch, action] - target  # [B]
+    deviation = sigma_bar[batch, action] - spread - noise_scale * c  # [B, d_z]
+    return error.square() + deviation.square().sum(-1)
 
 
-# ===== The uncertainty set: q holds N sampled action values per state, [N, B, A]; pi is the policy, [B, A]
+# ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def center(q):
-    """Mean of the samples, [B, A], and their deviations from it, samples last, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # from sample 0: identical critics deviate by exactly 0
+    """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]."""
-    x, d = x.double(), d.double()
+    """x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]. [B, M]"""
+    x = x.double()
+    d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
     scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # without spread the samples' deviations are 0 and add nothing
+    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # for a singular Sigma: N <= A, or no spread
     cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
     whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
     return (whiten @ x).square().sum(1)  # [B, M]
 
 
 def ellipsoid_radius(d, upsilon):
-    """The smallest radius whose ellipsoid holds a share upsilon of the samples with deviations d [B, A, N]. [B]"""
+    """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.1 * 30 is 3.0000000000000004
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
 def worst_case_ellipsoid(q, pi, upsilon):
-    """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi), with v_n = <pi, q_n - mu> and no matrix Sigma."""
+    """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi); v_n = <pi, q_n - mu>. [B, A]"""
     mu, d = center(q)  # [B, A], [B, A, N]
     v = pi[:, None].double() @ d  # [B, 1, N]
     norm = v.square().mean(-1).sqrt()  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
     sigma_pi = (d @ v.mT)[..., 0] / q.shape[0]  # [B, A]
-    shift = ellipsoid_radius(d, upsilon)[:, None] * sigma_pi / norm.clamp(min=torch.finfo(d.dtype).tiny)
-    return (mu - shift).to(q.dtype)  # [B, A]
+    radius = ellipsoid_radius(d, upsilon)[:, None]  # [B, 1]
+    return (mu - radius * sigma_pi / norm.clamp(min=torch.finfo(d.dtype).tiny)).to(q.dtype)
 
 
 def worst_case_gaussian(mu, sigma_bar, pi, radius):
-    """The same for q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi, q* = mu - radius sigma_bar v / |v|.
-    radius = sqrt(chi2.ppf(upsilon, A)), infinite for upsilon = 1. [B, A]"""
+    """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
+    q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
     v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
-    v = v / v.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)  # |v| = sqrt(pi' Sigma pi); if 0, q* = mu
+    norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
+    v = v / norm.clamp(min=torch.finfo(v.dtype).tiny)
     return mu - radius * torch.einsum("bad,bd->ba", sigma_bar, v.to(mu.dtype))
+
+
+def worst_case_gaussian_box(mu, sigma_bar, pi, radius):
+    """The bounding box of that ellipsoid: every action as low as it gets, whatever the policy. [B, A]"""
+    return mu - radius * sigma_bar.norm(dim=-1)
 
 
 # ===== Actor, target and losses
@@ -285,13 +404,8 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim, num_actions, hidden_dim):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(obs_dim, hidden_dim),
-            nn.ReLU(),
-            nn.Linear(hidden_dim, hidden_dim),
-            nn.ReLU(),
-            nn.Linear(hidden_dim, num_actions),
-        )
+        hidden = [nn.Linear(obs_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, hidden_dim), nn.ReLU()]
+        self.net = nn.Sequential(*hidden, nn.Linear(hidden_dim, num_actions))
 
     def forward(self, obs):
         return self.net(obs)
@@ -303,238 +417,238 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state (robust target). [B]"""
-    return reward + gamma * (1 - terminated) * ((pi * q_star).sum(-1) + alpha * entropy(pi, log_pi))
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B]. With
+    q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
+    v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
+    return reward + gamma * (1 - terminated) * v
+
+
+def propagated_spread(terminated, pi, sigma_bar, gamma):
+    """What the next state's spread adds to an index's own target: y(z) = y + <spread, z>. [B, d_z]"""
+    return gamma * (1 - terminated)[:, None] * torch.einsum("ba,bad->bd", pi, sigma_bar)
 
 
 def actor_loss(pi, log_pi, q_star, alpha):
-    """-(<pi, q*> + alpha H(pi)); q* held fixed, which is the exact gradient by the envelope theorem. [B]"""
+    """-(<pi, q*> + alpha H(pi)); q* held fixed: the exact gradient, by the envelope theorem. [B]"""
     return -((pi * q_star.detach()).sum(-1) + alpha * entropy(pi, log_pi))
 
 
-# ===== Evaluation, logging, checkpoints
+# ===== Evaluation
 @torch.no_grad()
 def evaluate(actor, env, episodes, seed, mean, std):
     """Undiscounted returns of the greedy policy, [episodes]."""
-    returns, device = np.zeros(episodes), mean.device
+    returns = np.zeros(episodes)
     for episode in range(episodes):
         obs, _ = env.reset(seed=seed + episode)
         done = False
         while not done:
-            obs = (torch.as_tensor(obs, dtype=torch.float32, device=device) - mean) / std
+            obs = (torch.as_tensor(obs, dtype=torch.float32, device=mean.device) - mean) / std
             obs, reward, terminated, truncated, _ = env.step(int(actor(obs).argmax()))
             returns[episode] += reward
             done = terminated or truncated
     return returns
 
 
-def write_file(folder, name, content):
-    """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
-    path = os.path.join(folder, name)
-    try:
-        with open(path + ".tmp", "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-    except OSError as error:
-        sys.exit(f"{path}: cannot be written ({error.strerror}); make room, then --resume the run if it had begun.")
-
-
-def append_rows(folder, rows):
-    """Add rows to metrics.csv, below a header if the file is new."""
-    try:
-        with open(os.path.join(folder, "metrics.csv"), "a", newline="") as f:
-            writer = csv.DictWriter(f, rows[0] if rows else [])
-            if rows and f.tell() == 0:
-                writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        sys.exit(f"{folder}/metrics.csv: cannot be written ({error.strerror}); make room there, then --resume the run.")
-
-
-def open_run_folder(folder, args, rows):
-    """Make the run folder, or cut the metrics of the one to resume back to the checkpoint's rows."""
-    try:
-        os.makedirs(folder, exist_ok=bool(args.resume))
-        if not args.eval_only:
-            write_file(folder, "args.json", json.dumps(asdict(replace(args, resume=None)), indent=2).encode())
-            write_file(folder, "metrics.csv", b"")
-            append_rows(folder, rows)
-    except FileExistsError:
-        sys.exit(f"{folder} exists: a run of this name started in this second; choose another --exp-name.")
-    except OSError as error:
-        sys.exit(f"{folder}: cannot write there ({error.strerror}); choose another --output-dir.")
-
-
-def load_checkpoint(folder, script):
-    """The checkpoint of a run folder, or one line on why there is none. weights_only: a stranger's code never runs."""
-    path = os.path.join(folder, "checkpoint.pt")
-    if not os.path.isfile(path):
-        sys.exit(f"--resume {folder}: there is no checkpoint.pt; give the run folder of an interrupted run.")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        sys.exit(f"--resume {folder}: checkpoint.pt is damaged ({type(error).__name__}); start the run again.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script or "args" not in checkpoint:
-        sys.exit(f"--resume {folder}: checkpoint.pt was not written by {script}; resume it with the script that did.")
-    return checkpoint
-
-
-def resumed_args(args, stored):
-    """The arguments of the run to resume; whatever else is on the command line must agree with them."""
-    known = {field.name for field in fields(args)} - {"resume", "eval_only"}
-    stored = replace(args, **{name: value for name, value in stored.items() if name in known})
-    given = tyro.cli(type(args), default=stored)  # once more, so that a flag that repeats a default counts as given
-    for name in known:
-        value, had = getattr(given, name), getattr(stored, name)
-        if value != had:
-            sys.exit(f"--{name.replace('_', '-')} {value} contradicts the run to resume, which has {had}; drop it.")
-    return given
-
-
-def start_tracking(args, run_name, group):
-    """A W&B run with the run folder's name as its id, so that a resumed run continues it. No W&B never stops a run."""
-    if args.track:
-        try:
-            import wandb
-
-            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, id=run_name)
-            return wandb.init(**names, group=group, config=asdict(args), resume="allow", reinit="create_new")
-        except Exception as error:
-            why = " ".join(str(error).split())[:200]
-            print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
-
-
 if __name__ == "__main__":
+    script = os.path.basename(__file__)
+    folder = None
+
+    def stop(*_):
+        """Ctrl-C, or a cluster's SIGTERM: a kill that says how to go on."""
+        if folder:
+            print(f"\nStopped. To go on: python {script} --resume {folder}")
+        sys.exit(130)
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     args = tyro.cli(Args, description=__doc__)
-    checkpoint = load_checkpoint(args.resume, "ersac_epinet.py") if args.resume else None
-    if checkpoint:
-        args = resumed_args(args, checkpoint["args"])
+    checkpoint = None
+    if args.resume:
+        checkpoint, args = load_checkpoint(args, script)
     star = args.method == "ell-epi-star"
-    for names, ok, rule in (
-        ("dataset_size index_dim num_index_samples total_updates", lambda x: x >= 1, "at least 1"),
-        ("batch_size hidden_dim", lambda x: x >= 1, "at least 1"),
-        ("eval_interval eval_episodes checkpoint_interval", lambda x: x >= 1, "at least 1"),
-        ("seed alpha prior_scale", lambda x: 0 <= x < math.inf, "finite and at least 0"),
-        ("noise_scale lambda_mu lambda_sigma", lambda x: 0 <= x < math.inf, "finite and at least 0"),
-        ("q_lr policy_lr", lambda x: 0 < x < math.inf, "finite and above 0"),
-        ("return_scale", lambda x: x is None or 0 < x < math.inf, "finite and above 0, or None"),
-        ("upsilon polyak", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        ("upsilon", lambda x: x < 1 or not star, "below 1 with ell-epi-star, or the set is infinite"),
-        ("head", lambda x: x == "linear" or not star, "linear in z with ell-epi-star, for its closed form"),
-        ("expectile_tau", lambda x: 0 < x < 1, "above 0 and below 1; 0.5 is risk-neutral"),
-        ("gamma", lambda x: 0 <= x < 1, "at least 0 and below 1"),
-        ("target_entropy", lambda x: 0 < x < 1, "above 0 and below 1, a share of log |A|"),
-        ("alpha", lambda x: x > 0 or not args.autotune, "above 0 with --autotune"),
-        ("env_id", lambda x: args.dataset_id or x in gym.registry, "an environment that Gymnasium knows"),
-        ("eval_only", lambda x: args.resume or not x, "used with --resume RUN_FOLDER"),
-    ):
-        for name in names.split():
-            if not ok(getattr(args, name)):
-                sys.exit(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {rule}.")
-    method = "ERSAC-Ell-Epi*" if star else "ERSAC-Ell-Epi"
+
+    # ----- arguments: the mistakes that people make
+    if min(args.total_updates, args.batch_size, args.hidden_dim) < 1:
+        sys.exit("--total-updates, --batch-size, --hidden-dim: each at least 1.")
+    if min(args.eval_interval, args.eval_episodes) < 1:
+        sys.exit("--eval-interval, --eval-episodes: each at least 1.")
+    if min(args.index_dim, args.num_index_samples) < 1:
+        sys.exit("--index-dim, --num-index-samples: each at least 1.")
+    if not 0 < args.upsilon <= 1:
+        sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
+    if star and args.upsilon == 1:
+        sys.exit("--upsilon 1: the closed form's set would be infinite; choose a value below 1.")
+    if args.uncertainty_set == "box" and not star:
+        sys.exit("--uncertainty-set box: it has a closed form only; use --method ell-epi-star.")
+    if star and args.head == "mlp":
+        sys.exit("--head mlp: the closed form needs a head linear in z; use --method ell-epi.")
+    if not 0 <= args.gamma < 1:
+        sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
+    if not (args.q_lr > 0 and args.policy_lr > 0 and 0 < args.polyak <= 1):
+        sys.exit("--q-lr, --policy-lr: above 0; --polyak: above 0 and at most 1.")
+    if args.return_scale is not None and args.return_scale <= 0:
+        sys.exit(f"--return-scale {args.return_scale}: it must be above 0, or None.")
+    if args.alpha < 0 or (args.autotune and args.alpha == 0):
+        sys.exit(f"--alpha {args.alpha}: it must be at least 0, and above 0 with --autotune.")
+    if not args.dataset_id and args.env_id not in gym.registry:
+        sys.exit(f"--env-id {args.env_id}: Gymnasium knows no such environment.")
+    if checkpoint and args.total_updates < checkpoint["update"]:
+        sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
+
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the networks are too small to share
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
     generator = torch.Generator().manual_seed(args.seed)  # minibatches and indices
 
-    # data, normalised by their own statistics, all on the device
+    # ----- data, normalised by their own statistics
     dataset = find_dataset(args)
-    obs, action, reward, next_obs, terminated, returns = load_transitions(dataset, args.gamma)
-    args.env_id = dataset.spec.env_spec.id if args.dataset_id else args.env_id
-    obs_mean, obs_std = torch.zeros(obs.shape[1]), torch.ones(obs.shape[1])
+    tensors = [x.to(device) for x in load_transitions(dataset, args.gamma)]
+    obs, action, reward, next_obs, terminated, returns = tensors  # [|D|, D] and [|D|]
+    D = obs.shape[1]
+    A = int(dataset.spec.action_space.n)
+    if args.dataset_id:
+        args.env_id = dataset.spec.env_spec.id
+    obs_mean = torch.zeros_like(obs[0])
+    obs_std = torch.ones_like(obs[0])
     if args.normalize_obs:
-        obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
-    obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std  # [|D|, obs_dim]
-    known = returns.isfinite()  # transitions whose return was seen to its end
-    sizes = returns[known] if known.any() else reward / (1 - args.gamma)  # no episode ended: as if rewards went on
-    rms = sizes.square().mean().sqrt().item()
-    reward_scale = args.return_scale / max(rms, 1e-8) if args.return_scale else 1.0
-    reward, returns = reward * reward_scale, returns * reward_scale
-    data = [x.to(device) for x in (obs, action, reward, next_obs, terminated)]
-    obs_mean, obs_std, size, A = obs_mean.to(device), obs_std.to(device), len(obs), int(dataset.spec.action_space.n)
-    low, high = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
-    c = F.normalize(torch.randn(size, args.index_dim), dim=-1).to(device)  # each transition's own direction, [|D|, d_z]
+        obs_mean = obs.mean(0)
+        obs_std = obs.std(0, correction=0).clamp(min=1e-3)
+    obs = (obs - obs_mean) / obs_std
+    next_obs = (next_obs - obs_mean) / obs_std
+    reward_scale = 1.0
+    if args.return_scale:
+        seen = returns[returns.isfinite()]
+        if len(seen) == 0:  # no episode ended: as if the rewards went on
+            seen = reward / (1 - args.gamma)
+        reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
+    reward = reward * reward_scale
+    returns = returns * reward_scale
+    # a fixed direction per transition; a resumed run draws the same ones, first of all from the seed
+    c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
-    # critic, target critic, actor, entropy coefficient
-    shape = (obs.shape[1], A, args.index_dim, args.hidden_dim, args.prior_scale, args.layer_norm, args.head)
-    critic = EpinetCritic(*shape).to(device)
-    target = copy.deepcopy(critic).requires_grad_(False)
-    actor = Actor(obs.shape[1], A, args.hidden_dim).to(device)
-    log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device, requires_grad=args.autotune)
-    learned = [p for p in critic.parameters() if p.requires_grad]
-    q_optimizer = torch.optim.Adam(learned, lr=args.q_lr, fused=True)
-    policy_optimizer = torch.optim.Adam([*actor.parameters(), log_alpha], lr=args.policy_lr, fused=True)
+    # ----- networks: critic, target critic, actor, entropy coefficient
+    shape = (D, A, args.index_dim, args.hidden_dim)
+    heads = (args.head, args.head_input, args.input_scale)
+    critic = EpinetCritic(*shape, args.prior_scale, args.layer_norm, *heads).to(device)
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
+    actor = Actor(D, A, args.hidden_dim).to(device)
+    log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device)
+    log_alpha.requires_grad_(args.autotune)
+    mean = [*critic.base.parameters(), *critic.mean.parameters()]
+    base = {"params": mean, "weight_decay": 2 * args.lambda_mu}  # the gradient of lambda |theta|^2
+    head = {"params": [*critic.learnable.parameters()], "weight_decay": 2 * args.lambda_sigma}
+    q_optimizer = torch.optim.Adam([base, head], args.q_lr, fused=True)
+    learned = [*actor.parameters(), log_alpha]
+    policy_optimizer = torch.optim.Adam(learned, args.policy_lr, fused=True)
     radius = math.sqrt(chi2.ppf(args.upsilon, A)) if star else None
 
     def worst_case(network, obs, pi, z):
-        """q* of the closed-form ellipsoid, or of the one through the samples. [B, A]"""
-        if star:
-            return worst_case_gaussian(*network(obs), pi, radius)
-        return worst_case_ellipsoid(network.sample(obs, z), pi, args.upsilon)
+        """q* of the chosen set. [B, A]"""
+        if not star:
+            return worst_case_ellipsoid(network.sample(obs, z), pi, args.upsilon)
+        mu, sigma_bar = network(obs)  # [B, A], [B, A, d_z]
+        if args.uncertainty_set == "box":
+            return worst_case_gaussian_box(mu, sigma_bar, pi, radius)
+        return worst_case_gaussian(mu, sigma_bar, pi, radius)
 
-    # run folder, new or as the checkpoint left it
-    now, start_update, rows = int(time.time()), 0, []
-    folder = os.path.join(args.output_dir, f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{now}")
+    # ----- run folder: new, or as the checkpoint left it
+    method = "ERSAC-Box-Epi*" if args.uncertainty_set == "box" else "ERSAC-Ell-Epi*"
+    if not star:
+        method = "ERSAC-Ell-Epi"
+    if args.targets == "own":
+        method += "-own"
+    parts = {
+        "critic": critic,
+        "target": target_critic,
+        "actor": actor,
+        "q_optimizer": q_optimizer,
+        "policy_optimizer": policy_optimizer,
+    }
+    start = 0
+    rows = []
     if checkpoint:
-        folder, start_update, rows = os.path.normpath(args.resume), checkpoint["update"], checkpoint["rows"]
-        if not torch.equal(obs_mean.cpu(), checkpoint["obs_mean"]) or reward_scale != checkpoint["reward_scale"]:
-            sys.exit(f"--resume {folder}: {dataset.spec.dataset_id} has changed since; start a new run.")
-        for name, part in (("critic", critic), ("target", target), ("actor", actor)):
+        folder = os.path.normpath(args.resume)
+        same_data = torch.equal(obs_mean.cpu(), checkpoint["obs_mean"].cpu())
+        if not same_data or reward_scale != checkpoint["reward_scale"]:
+            sys.exit(f"{folder}: {dataset.spec.dataset_id} has changed since; start a new run.")
+        for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
-        q_optimizer.load_state_dict(checkpoint["q_optimizer"])
-        policy_optimizer.load_state_dict(checkpoint["policy_optimizer"])
         log_alpha.data.copy_(checkpoint["log_alpha"])
         generator.set_state(checkpoint["generator"])
-    run_name = checkpoint["run_name"] if checkpoint else os.path.basename(folder)
-    open_run_folder(folder, args, rows)
-    args.track = args.track and not args.eval_only
+        start = checkpoint["update"]
+        rows = checkpoint["rows"]
+        run_name = checkpoint["run_name"]
+    else:
+        run_name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        folder = os.path.join(args.output_dir, run_name)
+        if os.path.exists(folder):
+            sys.exit(f"{folder} exists; choose another --exp-name.")
+        write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
+
+    def save(update):
+        state = {name: part.state_dict() for name, part in parts.items()} | {
+            "log_alpha": log_alpha.detach(),
+            "generator": generator.get_state(),
+            "update": update,
+            "rows": rows,
+            "run_name": run_name,
+            "script": script,
+            "args": asdict(replace(args, resume=None)),
+            "obs_mean": obs_mean,
+            "obs_std": obs_std,
+            "reward_scale": reward_scale,
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_file(folder, "checkpoint.pt", buffer.getvalue())
+
+    if not checkpoint:
+        save(0)
     track = start_tracking(args, run_name, f"{args.env_id} {method}")
     env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
 
-    def save_checkpoint(update):
-        state = {"script": "ersac_epinet.py", "run_name": run_name, "update": update, "rows": rows}
-        state |= {"args": asdict(replace(args, resume=None)), "seconds": time.time() - started}
-        state |= {"critic": critic.state_dict(), "target": target.state_dict(), "actor": actor.state_dict()}
-        state |= {"q_optimizer": q_optimizer.state_dict(), "policy_optimizer": policy_optimizer.state_dict()}
-        state |= {"log_alpha": log_alpha.detach(), "generator": generator.get_state()}
-        state |= {"obs_mean": obs_mean, "obs_std": obs_std, "reward_scale": reward_scale}
-        torch.save(state, buffer := io.BytesIO())
-        write_file(folder, "checkpoint.pt", buffer.getvalue())
-
-    started = time.time() - (checkpoint["seconds"] if checkpoint else 0)
-    if not checkpoint:
-        save_checkpoint(0)
-    stop, tick, tick_update = [], time.time(), start_update
-    signal.signal(signal.SIGINT, lambda *_: stop.append("Ctrl-C"))  # taken between two updates
-    updates = range(start_update + 1, 0 if args.eval_only else args.total_updates + 1)
-    bar = tqdm(updates, initial=start_update, total=args.total_updates, desc=method, unit="update", mininterval=1)
+    # ----- training
+    tick, tick_update = time.time(), start
+    updates = range(start + 1, args.total_updates + 1)
+    bar = tqdm(updates, method, args.total_updates, initial=start, unit="update", mininterval=1)
     for update in bar:
         if args.anneal_lr:
-            for optimizer, lr in ((q_optimizer, args.q_lr), (policy_optimizer, args.policy_lr)):
-                optimizer.param_groups[0]["lr"] = lr * (1 - (update - 1) / args.total_updates)
-        index = torch.randint(size, (args.batch_size,), generator=generator).to(device)
-        s, a, r, s_next, ended = (x[index] for x in data)  # [B, D], [B], [B], [B, D], [B]; ended: terminations only
-        z = None if star else torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
+            left = 1 - (update - 1) / args.total_updates
+            for group in q_optimizer.param_groups:
+                group["lr"] = args.q_lr * left
+            policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
+        index = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
+        s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
+        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
+        z = None
+        if not star:
+            z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
 
-        # compute target: worst case over the target critic's set
+        # compute target: the paper's worst case over the target critic's set, or every index its own
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
-            q_star = worst_case(target, s_next, log_pi.exp(), z)  # [B, A]
-            y = robust_target(r, ended, log_pi.exp(), log_pi, q_star, alpha, args.gamma)  # [B]
+            pi = log_pi.exp()
+            spread = 0.0
+            if args.targets == "shared":
+                q_next = worst_case(target_critic, s_next, pi, z)  # q*, [B, A]
+            elif star:
+                q_next, sigma_bar = target_critic(s_next)  # mu, [B, A], and [B, A, d_z]
+                spread = propagated_spread(ended, pi, sigma_bar, args.gamma)  # [B, d_z]
+            else:
+                q_next = target_critic.sample(s_next, z)  # [N, B, A]
+            y = robust_target(r, ended, pi, log_pi, q_next, alpha, args.gamma)  # [B], or [N, B]
 
-        # critic update: expectation over z in closed form, or over the samples; sigma_bar does not move the features
+        # critic update: the expectation over z in closed form, or over the samples
         if star:
-            losses = epinet_loss(*critic(s), a, y, c[index], args.noise_scale)  # [B]
+            mu, sigma_bar = critic(s)  # [B, A], [B, A, d_z]
+            q_loss = epinet_loss(mu, sigma_bar, a, y, c[index], args.noise_scale, spread).mean()
         else:
-            noisy = y + args.noise_scale * (z @ c[index].T)  # y + noise_scale <c, z>, [N, B]
-            losses = (critic.sample(s, z)[:, torch.arange(len(a)), a] - noisy).square().mean(0)  # [B]
-        q_loss = losses.mean()
-        for weight, parts in ((args.lambda_mu, (critic.base, critic.mean)), (args.lambda_sigma, (critic.learnable,))):
-            if weight > 0:
-                q_loss = q_loss + weight * sum(p.square().sum() for part in parts for p in part.parameters())
+            q = critic.sample(s, z)[:, torch.arange(len(a), device=device), a]  # [N, B]
+            noise = args.noise_scale * (z @ c[index].T)  # noise_scale <c, z>, [N, B]
+            q_loss = (q - y - noise).square().mean()
         q_optimizer.zero_grad()
         q_loss.backward()
         q_optimizer.step()
@@ -545,79 +659,93 @@ if __name__ == "__main__":
         with torch.no_grad():
             q_star = worst_case(critic, s, pi, z)  # [B, A]
         pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean()
-        h = entropy(pi, log_pi).detach()  # [B]
-        alpha_loss = (log_alpha.exp() * (h - args.target_entropy * math.log(A))).mean() if args.autotune else 0.0
+        h = entropy(pi, log_pi).detach().mean()
         policy_optimizer.zero_grad()
-        (pi_loss + alpha_loss).backward()
+        pi_loss.backward()
+        if args.autotune:
+            (log_alpha.exp() * (h - args.target_entropy * math.log(A))).backward()
         policy_optimizer.step()
 
         # update target critic
         with torch.no_grad():  # else the targets would drag a growing graph behind them
-            torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), args.polyak)
+            for p_target, p in zip(target_critic.parameters(), critic.parameters()):
+                p_target.lerp_(p, args.polyak)
 
         if not (q_loss + pi_loss).isfinite():
-            name = "actor" if q_loss.isfinite() else "critic"
-            sys.exit(f"update {update}: {name} loss not finite; try a smaller --q-lr, --policy-lr or --return-scale.")
-        last = update == args.total_updates
-        if update % args.eval_interval == 0 or last:
+            sys.exit(f"update {update}: loss not finite; try a smaller --q-lr or --return-scale.")
+
+        # log, evaluate, checkpoint
+        if update % args.eval_interval == 0 or update == args.total_updates:
             with torch.no_grad():
-                probe = torch.randn(1000, args.index_dim, generator=torch.Generator().manual_seed(0)).to(device)
-                far = torch.randn(s.shape, generator=torch.Generator().manual_seed(0)).to(device) * 5  # off the data
-                std, std_far = (critic.sample(x, probe).std(0) for x in (s, far))  # [B, A]
-                mu, taken = critic(s)[0] if star else critic.sample(s, probe).mean(0), F.one_hot(a, A).bool()  # [B, A]
-                followed = returns[index.cpu()].to(device)
-                q_data, known = mu[taken], followed.isfinite()
+                same = torch.Generator().manual_seed(0)  # the same indices in every row
+                probe = torch.randn(1000, args.index_dim, generator=same).to(device)
+                q = critic.sample(s, probe)  # [1000, B, A]
+                mu = critic(s)[0] if star else q.mean(0)  # [B, A]
+                taken = F.one_hot(a, A).bool()  # [B, A]
                 row = {
-                    "losses/critic_loss": losses.mean(),
+                    "losses/critic_loss": q_loss,
                     "losses/actor_loss": pi_loss,
                     "charts/alpha": alpha,
-                    "charts/policy_entropy": h.mean(),
+                    "charts/policy_entropy": h,
                     "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
-                    "charts/q_data_actions": q_data.mean(),
-                    "charts/q_minus_return": (q_data - followed)[known].mean(),
-                    "charts/std_data_actions": std[taken].mean(),
-                    "charts/std_other_actions": std[~taken].mean(),
-                    "charts/std_far_states": std_far.mean(),
+                    "charts/q_data_actions": mu[taken].mean(),
+                    "charts/q_minus_return": (mu[taken] - returns[index]).nanmean(),  # where known
+                    "charts/q_star_minus_return": (q_star[taken] - returns[index]).nanmean(),
+                    "charts/std_data_actions": q.std(0)[taken].mean(),
+                    "charts/std_other_actions": q.std(0)[~taken].mean(),
                 }
-            rows.append({"update": update} | {name: value.item() for name, value in row.items()})
-            rows[-1]["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
-            scores = evaluate(actor, env, max(args.eval_episodes // 10, 1), 10**6 * (args.seed + 1), obs_mean, obs_std)
-            rows[-1]["eval/return"] = scores.mean().item()
-            append_rows(folder, rows[-1:])
-            tick, tick_update = time.time(), update
+            row = {"update": update} | {name: value.item() for name, value in row.items()}
+            row["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
+            few = max(args.eval_episodes // 10, 1)
+            scores = evaluate(actor, env, few, 10**6 * (args.seed + 1), obs_mean, obs_std)
+            row["eval/return"] = scores.mean().item()
+            rows.append(row)
+            write_metrics(folder, rows)
+            save(update)
             if track:
-                track.log(rows[-1], step=update)
-            bar.set_postfix_str(f"critic={losses.mean():.3g}, actor={pi_loss:.4g}, return={scores.mean():.1f}")
-        if update % args.checkpoint_interval == 0 or last or stop:
-            save_checkpoint(update)
-            if stop and not last:
-                bar.close()
-                print(f"Stopped. To go on:\npython ersac_epinet.py --resume {folder}")
-                sys.exit(130)
+                track.log(row, step=update)
+            bar.set_postfix_str(f"critic={q_loss:.3g}, return={scores.mean():.1f}")
+            tick, tick_update = time.time(), update
     bar.close()
-    speed = args.total_updates / (time.time() - started)
 
-    # final evaluation of the last policy on fresh episodes
-    if args.capture_video and not args.eval_only:
-        env = make_eval_env(dataset, None if args.dataset_id else args.env_id, os.path.join(folder, "video"))
-    scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, obs_mean, obs_std)
+    # ----- final evaluation: the last policy, on fresh episodes
+    if args.capture_video:
+        video = os.path.join(folder, "video")
+        env = make_eval_env(dataset, None if args.dataset_id else args.env_id, video)
+    first_seed = 10**6 * (args.seed + 1) + 10**5
+    scores = evaluate(actor, env, args.eval_episodes, first_seed, obs_mean, obs_std)
     env.close()
     with torch.no_grad():
-        log_pi = actor(data[0][:10_000]).log_softmax(-1)
-    result = {"script": "ersac_epinet.py", "method": method, "env_id": args.env_id, "seed": args.seed}
-    result |= {"dataset_id": dataset.spec.dataset_id, "updates": args.total_updates, "updates_per_second": speed}
-    result |= {"eval_episodes": args.eval_episodes, "eval_return_mean": scores.mean(), "eval_return_std": scores.std()}
-    result |= {"random_return": low, "reference_return": high}
-    known_scale = low is not None and high is not None
-    result["normalized_return"] = 100 * (scores.mean() - low) / (high - low) if known_scale else None
-    result["policy_entropy"] = entropy(log_pi.exp(), log_pi).mean().item()
-    if not args.eval_only:
-        write_file(folder, "result.json", json.dumps(result, indent=2).encode())
+        log_pi = actor(obs[:10_000]).log_softmax(-1)
+    low = dataset.storage.metadata.get("ref_min_score")
+    high = dataset.storage.metadata.get("ref_max_score")
+    normalized = None
+    if low is not None and high is not None:
+        normalized = 100 * (scores.mean() - low) / (high - low)
+    result = {
+        "script": script,
+        "method": method,
+        "env_id": args.env_id,
+        "dataset_id": dataset.spec.dataset_id,
+        "seed": args.seed,
+        "updates": args.total_updates,
+        "updates_per_second": np.mean([row["charts/updates_per_second"] for row in rows]),
+        "eval_episodes": args.eval_episodes,
+        "eval_return_mean": scores.mean(),
+        "eval_return_std": scores.std(),
+        "eval_returns": scores.tolist(),
+        "random_return": low,
+        "reference_return": high,
+        "normalized_return": normalized,
+        "policy_entropy": entropy(log_pi.exp(), log_pi).mean().item(),
+    }
+    write_file(folder, "result.json", json.dumps(result, indent=2).encode())
     if track:
         track.summary.update(result)
         track.finish()
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} over {args.eval_episodes} episodes")
-    if known_scale:
-        print(f"normalized return {result['normalized_return']:.1f} (0 random, 100 the data's neutral policy)")
+    played = f"over {args.eval_episodes} episodes"
+    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} {played}")
+    if normalized is not None:
+        print(f"normalized return {normalized:.1f} (0 random, 100 the data set's reference)")
     print(f"run folder: {folder}")

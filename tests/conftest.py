@@ -31,7 +31,8 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
         before = set(tmp_path.glob("runs/*"))
-        handler, threads, code, names = signal.getsignal(signal.SIGINT), torch.get_num_threads(), 0, {}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        threads, code, names = torch.get_num_threads(), 0, {}
         torch.set_num_threads(1)
         capsys.readouterr()
         states, save = [], torch.save
@@ -45,7 +46,8 @@ def run(monkeypatch, capsys, tmp_path):
                 code = 1
         finally:
             monkeypatch.setattr(torch, "save", save)
-            signal.signal(signal.SIGINT, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             torch.set_num_threads(threads)
         out, err = capsys.readouterr()
         folders = sorted(set(tmp_path.glob("runs/*")) - before)
@@ -70,7 +72,7 @@ def load():
             result=json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None,
             args=json.loads((folder / "args.json").read_text()),
             checkpoint=torch.load(folder / "checkpoint.pt", weights_only=True),
-            metrics=untimed((folder / "metrics.csv").read_text()),
+            metrics=untimed((folder / "metrics.csv").read_text()) if (folder / "metrics.csv").exists() else [],
         )
 
     return read

@@ -87,7 +87,8 @@ def games(datasets):
     """test/pong-v0: three episodes of T steps, with reference scores; the two others must be refused."""
     if "test/pong-v0" not in minari.list_local_datasets():  # another module may have made them
         env, buffers = pong_episodes(3, 0)
-        store("test/pong-v0", buffers, env, ref_min_score=-21.0, ref_max_score=1.0)
+        dataset = store("test/pong-v0", buffers, env, ref_min_score=-21.0, ref_max_score=1.0)
+        load_frames(dataset, None)  # now, so that no run shows that it decodes
         broken = replace(buffers[0], rewards=np.full(T, np.nan))
         store("test/pong-nan-v0", [broken], env)
         store("test/pong-ragged-v0", [replace(buffer, id=0) for buffer in buffers[:2]], env)
@@ -536,11 +537,12 @@ def test_three_updates_in_plain_code(run, load, walks, algo, changes):
         "policy_entropy": -(pi * log_pi).sum(-1).mean().item(),
     }
     assert folder.result.pop("updates_per_second") > 0
+    assert folder.result.pop("eval_returns") == pytest.approx(scores.tolist())
     assert folder.result == pytest.approx(expected, rel=1e-3)
     assert {name: folder.args[name] for name in flags} == flags and folder.args["algo"] == algo
     assert done.folders[0].name.split("__")[:3] == ["Walk-v0", "ersac_atari", str(seed)]
-    shown = f"return {scores.mean():.1f}, 3 episodes, normalized {expected['normalized_return']:.1f}"
-    assert f"{METHODS[algo]} on test/walk-v0: {shown}" in done.out
+    assert f"{METHODS[algo]} on test/walk-v0: return {scores.mean():.1f} over 3 episodes\n" in done.out
+    assert f"\nnormalized return {expected['normalized_return']:.1f} (" in done.out
 
 
 def test_learning_to_walk_from_random_play(run, load, walks):
@@ -558,10 +560,11 @@ def test_learning_to_walk_from_random_play(run, load, walks):
         env.reset(seed=seed)
         best.append(3 - 0.25 * (no_ops + abs(env.place - 4)))
     assert result["eval_return_mean"] > np.mean(best) - 0.7
-    # the last policy on other episodes than in between, of which there are a tenth
+    # the last policy on other episodes than in between, of which there is one
     oracle = Oracle(done.states[-1], "ersac-ell-epi-star", flags)
-    between, final = oracle.returns(2, 3_000_000, 0.0), oracle.returns(20, 3_100_000, 0.0)
+    between, final = oracle.returns(1, 3_000_000, 0.0), oracle.returns(20, 3_100_000, 0.0)
     assert row["eval/return"] == np.mean(between) and row["eval/distinct_returns"] == len(set(between))
+    assert result["eval_returns"] == pytest.approx(final)
     assert result["eval_return_mean"] == pytest.approx(np.mean(final))
     assert result["eval_return_std"] == pytest.approx(np.std(final))
     assert result["eval_distinct_returns"] == len(set(final)) > 3
@@ -581,7 +584,26 @@ def test_with_many_frames_some_suffice_for_scale_and_entropy(run, load, walks):
     assert result["policy_entropy"] == pytest.approx(-(log_pi.exp() * log_pi).sum(-1).mean().item(), rel=1e-5)
     # no reference scores: no scale
     assert [result[x] for x in ("random_return", "reference_return", "normalized_return")] == [None] * 3
-    assert "no reference scores" in done.out
+    assert "return" in done.out and "normalized" not in done.out
+
+
+def test_a_fiftieth_of_the_episodes_is_played_in_between(run, load, walks, monkeypatch):
+    seeds, reset = [], Walk.reset
+
+    def watch(env, *, seed=None, options=None):
+        seeds.append(seed)
+        return reset(env, seed=seed, options=options)
+
+    monkeypatch.setattr(Walk, "reset", watch)
+    done = run("ersac_atari", *WALK, "--total-updates", 1, "--eval-episodes", 150)
+    assert done.code == 0, done.err
+    between, final = [2_000_000 + i for i in range(3)], [2_100_000 + i for i in range(150)]
+    assert seeds == between + final
+    result, (row,) = load(done.folders[0]).result, read_rows(done.folders[0])
+    returns = result["eval_returns"]
+    assert result["eval_episodes"] == len(returns) == 150 and len(set(returns)) > 10
+    assert result["eval_return_mean"] == pytest.approx(np.mean(returns))
+    assert row["eval/return"] != returns[0] and 1 <= row["eval/distinct_returns"] <= 3
 
 
 def interrupt(monkeypatch, draw):
@@ -599,35 +621,30 @@ def interrupt(monkeypatch, draw):
 
 def test_speed_is_that_of_the_updates(run, load, walks, monkeypatch):
     """A clock that a step of Adam moves by a quarter of a second and a step of the game by a hundred."""
-    clock, adam, reset = SimpleNamespace(now=1e9, final=None), torch.optim.Adam.step, Walk.reset
+    clock, adam = SimpleNamespace(now=1e9), torch.optim.Adam.step
 
     def tick(*arguments, **options):
         clock.now += 0.25
         return adam(*arguments, **options)
 
-    def watch(env, *, seed=None, options=None):
-        if seed == 2 * 10**6 + 10**5:
-            clock.final = clock.now
-        return reset(env, seed=seed, options=options)
-
     monkeypatch.setattr(time, "time", lambda: clock.now)
     monkeypatch.setattr(torch.optim.Adam, "step", tick)
-    monkeypatch.setattr(Walk, "reset", watch)
     monkeypatch.setattr(Walk, "stepped", lambda env: setattr(clock, "now", clock.now + 100))
     done = run("ersac_atari", *WALK)
     assert done.code == 0, done.err
     # in between: three updates, the first of them of the critic alone, then three of both
     assert [row["charts/updates_per_second"] for row in read_rows(done.folders[0])] == [3 / 1.25, 3 / 1.5]
-    # in all: cloning and evaluations in between count, the final one does not
-    assert load(done.folders[0]).result["updates_per_second"] == pytest.approx(6 / (clock.final - 1e9))
-    # the time before an interruption counts, the time until the run was resumed does not
+    # in all: their mean; neither cloning nor evaluations count
+    assert load(done.folders[0]).result["updates_per_second"] == pytest.approx((3 / 1.25 + 3 / 1.5) / 2)
+    # nor does the time until an interrupted run was resumed, nor what it had done since its checkpoint
     with monkeypatch.context() as patch:
-        interrupt(patch, 3 + 4)
+        interrupt(patch, 3 + 5)
         part = run("ersac_atari", *WALK, "--exp-name", "part")
-    spent, clock.now = part.states[-1]["seconds"], 2e9
+    clock.now = 2e9
     again = run("ersac_atari", "--resume", part.folders[0])
-    assert spent > 300 and part.code == 130 and again.code == 0, again.err
-    assert load(part.folders[0]).result["updates_per_second"] == pytest.approx(6 / (spent + clock.final - 2e9))
+    assert part.code == 130 and again.code == 0, again.err
+    assert [row["charts/updates_per_second"] for row in read_rows(part.folders[0])] == [3 / 1.25, 3 / 1.5]
+    assert load(part.folders[0]).result["updates_per_second"] == pytest.approx((3 / 1.25 + 3 / 1.5) / 2)
 
 
 def test_wandb_gets_every_row_and_the_result(run, load, walks, monkeypatch):
@@ -870,37 +887,68 @@ def test_algorithms_end_to_end_and_resumed_to_the_same_bits(run, load, walks, mo
     whole = load(done.folders[0])
     assert [line.split(",")[0] for line in whole.metrics] == ["update", "3", "6"]
     with monkeypatch.context() as patch:
-        interrupt(patch, 3 + 4)  # three to clone
+        interrupt(patch, 3 + 5)  # three to clone
         part = run("ersac_atari", *WALK, "--algo", algo, "--exp-name", "part")
     assert part.code == 130 and "--resume" in part.out
     (folder,) = part.folders
-    assert load(folder).checkpoint["update"] == 4 and load(folder).result is None
+    assert load(folder).checkpoint["update"] == 3 and load(folder).result is None  # the last row's checkpoint
     assert run("ersac_atari", "--resume", folder).code == 0
     again = load(folder)
     assert again.metrics == whole.metrics
     for name in ("critic", "target", "actor"):
         for key, value in whole.checkpoint[name].items():
             assert torch.equal(value, again.checkpoint[name][key]), (name, key)
+    assert torch.equal(whole.checkpoint["generator"], again.checkpoint["generator"])
     untimed = lambda result: {k: v for k, v in result.items() if k != "updates_per_second"}  # noqa: E731
     assert untimed(again.result) == untimed(whole.result)
 
 
-def test_interrupted_while_cloning_a_run_clones_from_the_beginning(run, load, walks, monkeypatch):
+@pytest.mark.parametrize("draw, cloned", [(2, False), (3 + 2, True)])
+def test_interrupted_before_its_first_row_a_run_clones_once(run, load, walks, monkeypatch, draw, cloned):
+    """Within the cloning it clones from the beginning, after it not again."""
     whole = load(run("ersac_atari", *WALK).folders[0])
     with monkeypatch.context() as patch:
-        interrupt(patch, 2)
+        interrupt(patch, draw)
         part = run("ersac_atari", *WALK, "--exp-name", "part")
-    assert part.code == 130 and "--resume" in part.out and not part.states[-1]["cloned"]
+    assert part.code == 130 and "--resume" in part.out
+    assert part.states[-1]["update"] == 0 and part.states[-1]["cloned"] == cloned
     assert run("ersac_atari", "--resume", part.folders[0]).code == 0
     assert load(part.folders[0]).metrics == whole.metrics and whole.checkpoint["cloned"]
 
 
-def test_evaluating_a_finished_run_prints_the_same_return_and_writes_nothing(run, load, walks):
+def test_ctrl_c_before_the_training_leaves_nothing(run, walks, monkeypatch):
+    monkeypatch.setattr(minari, "load_dataset", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    done = run("ersac_atari", *WALK)
+    assert done.code == 130 and done.folders == [] and done.out + done.err == ""
+
+
+def test_a_finished_run_is_evaluated_again_or_extended(run, load, walks):
     (folder,) = run("ersac_atari", *WALK).folders
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    only = run("ersac_atari", "--resume", folder, "--eval-only")
-    assert only.code == 0 and f"return {load(folder).result['eval_return_mean']:.1f}" in only.out
-    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    first, content = load(folder), (folder / "checkpoint.pt").read_bytes()
+    result = (folder / "result.json").read_bytes()
+    same = run("ersac_atari", "--resume", folder)
+    assert same.code == 0 and f"return {first.result['eval_return_mean']:.1f} over 2 episodes" in same.out
+    assert (folder / "result.json").read_bytes() == result
+    again = run("ersac_atari", "--resume", folder, "--eval-episodes", 5)
+    assert again.code == 0 and (folder / "checkpoint.pt").read_bytes() == content, again.err
+    returns = load(folder).result["eval_returns"]
+    assert len(returns) == 5 and returns[:2] == first.result["eval_returns"] and load(folder).metrics == first.metrics
+    assert run("ersac_atari", "--resume", folder, "--total-updates", 8).code == 0
+    more = load(folder)
+    assert more.checkpoint["update"] == 8 and more.metrics[:3] == first.metrics and len(more.metrics) == 4
+    for words, named in (("--total-updates 7", "done 8"), ("--gamma 0.5", "--gamma"), ("--seed=1", "--seed")):
+        done = run("ersac_atari", "--resume", folder, *words.split())
+        assert done.code == 1 and named in done.err and len(done.err.strip().splitlines()) == 1
+
+
+def test_checkpoints_are_written_around_cloning_and_with_every_row(run, walks):
+    done = run("ersac_atari", *WALK)
+    names = "critic target actor q_optimizer policy_optimizer generator update rows run_name cloned script args data"
+    assert all(state.keys() == set(names.split()) for state in done.states)
+    # before and after cloning, then with every row
+    times = [(state["update"], state["cloned"]) for state in done.states]
+    assert times == [(0, False), (0, True), (3, True), (6, True)]
+    assert done.states[-1]["run_name"] == done.folders[0].name and len(done.states[-1]["rows"]) == 2
 
 
 def test_a_game_of_ale_end_to_end(run, load, games):
@@ -909,12 +957,13 @@ def test_a_game_of_ale_end_to_end(run, load, games):
     assert load(done.folders[0]).result["env_id"] == "ALE/Pong-v5" and done.folders[0].name.startswith("Pong-v5__")
 
 
-def test_diverging_run_stops_in_one_line_and_keeps_its_checkpoint(run, load, walks):
+def test_diverging_run_stops_in_one_line_and_keeps_its_checkpoint(run, walks):
     done = run("ersac_atari", *WALK, "--q-lr", 1e30)
-    assert done.code == 1 and "not finite" in done.err.splitlines()[-1] and "--q-lr" in done.err.splitlines()[-1]
-    state = load(done.folders[0]).checkpoint
-    bad = int(done.err.splitlines()[-1].split()[1].strip(":"))
-    assert state["update"] < bad and all(v.isfinite().all() for v in load(done.folders[0]).checkpoint["actor"].values())
+    last = done.err.splitlines()[-1]
+    assert done.code == 1 and "loss not finite" in last and "--q-lr" in last
+    state = torch.load(done.folders[0] / "checkpoint.pt", weights_only=True)
+    bad = int(last.split()[1].strip(":"))
+    assert state["update"] < bad and all(v.isfinite().all() for v in state["actor"].values())
 
 
 def test_changed_data_are_noticed_on_resume(run, walks):
@@ -936,14 +985,14 @@ BAD = [
     ("--clone-updates -1", "clone-updates"),
     ("--alpha nan", "alpha"),
     ("--polyak 0", "polyak"),
-    ("--q-lr inf", "q-lr"),
+    ("--q-lr 0", "q-lr"),
+    ("--policy-lr nan", "policy-lr"),
+    ("--total-updates 0", "total-updates"),
+    ("--eval-episodes 0", "eval-episodes"),
     ("--batch-size 0", "batch-size"),
-    ("--cql-weight -1", "cql-weight"),
     ("--iql-expectile 1", "iql-expectile"),
     ("--eval-epsilon 1.5", "eval-epsilon"),
     ("--bcq-threshold 1", "bcq-threshold"),
-    ("--brac-weight inf", "brac-weight"),
-    ("--eval-only", "resume"),
     ("--resume nowhere", "nowhere"),
     ("--env-id Tetris", "Breakout, Pong, Qbert, Seaquest, Hero"),
     ("--dataset-id test/pendulum-v0", "discrete actions"),
@@ -974,21 +1023,33 @@ def test_bad_episodes_are_refused_and_nothing_is_kept(run, games, tmp_path, name
 def test_missing_download_says_what_to_do(run, games, monkeypatch, game):
     asked = []
 
-    def offline(dataset_id):
+    def offline(dataset_id, **_):
         asked.append(dataset_id)
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr(minari, "download_dataset", offline)
+    monkeypatch.setattr("minari.storage.hosting.download_dataset", offline)
     done = run("ersac_atari", "--env-id", game)
     assert asked == [f"atari/{game.lower()}/expert-v0"] and done.code == 1
-    assert len(done.err.strip().splitlines()) == 1 and "record_atari.py" in done.err and "minari download" in done.err
+    assert len(done.err.strip().splitlines()) == 1 and "record_atari.py" in done.err
+    assert f"{asked[0]}: neither here nor downloaded, or damaged (no route to host)" in done.err
+
+
+def test_damaged_data_sets_are_refused(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    (tmp_path / "test" / "empty-v0" / "data").mkdir(parents=True)
+    done = run("ersac_atari", "--dataset-id", "test/empty-v0", *SMALL)
+    assert done.code == 1 and len(done.err.strip().splitlines()) == 1 and "or damaged (" in done.err
 
 
 def test_foreign_and_damaged_checkpoints_are_refused(run, walks, tmp_path):
     (folder,) = run("ersac_atari", *WALK, "--total-updates", 1).folders
     done = run("ersac_atari", "--resume", folder, "--gamma", 0.5)
-    assert done.code == 1 and "--gamma 0.5 contradicts" in done.err
+    assert done.code == 1 and "--gamma cannot change in a run that has begun" in done.err
     content = (folder / "checkpoint.pt").read_bytes()
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    checkpoint["args"]["no_longer_a_flag"] = 3
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    assert "another version" in run("ersac_atari", "--resume", folder).err
     (folder / "checkpoint.pt").write_bytes(content[: len(content) // 2])
     assert "damaged" in run("ersac_atari", "--resume", folder).err
     torch.save({"script": "ersac_ensemble.py"}, folder / "checkpoint.pt")

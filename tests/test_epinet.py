@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ("--dataset-id", "test/cartpole-v0", "--env-id", "CartPole-v1")
 SHORT = ("--total-updates", 24, "--eval-interval", 12, "--eval-episodes", 3)
 SMALL = (*DATA, *SHORT, "--hidden-dim", 16, "--batch-size", 32, "--num-index-samples", 20)
+FEATURES = dict(head_input="features", prior_scale=0.3)  # the paper's heads
 
 
 def draw(*shape, seed=0):
@@ -47,8 +48,12 @@ A = 4  # actions of the chain
 OPTIONS = dict(  # all away from the script's defaults, so that every flag matters
     dataset_id="test/chain-v0",
     seed=7,
+    targets="shared",
     method="ell-epi-star",
+    uncertainty_set="ellipsoid",
     head="linear",
+    head_input="features",
+    input_scale=1.7,
     upsilon=0.6,
     index_dim=5,
     num_index_samples=30,
@@ -92,6 +97,13 @@ VARIANTS = {
     "scales": dict(prior_scale=2.1, noise_scale=0.2, gamma=0.95, polyak=0.6),
     "scales, sampled": dict(method="ell-epi", prior_scale=2.1, noise_scale=0.2, gamma=0.95, polyak=0.6),
     "zeros": dict(prior_scale=0.0, noise_scale=0.0, gamma=0.0, alpha=0.0),
+    "box": dict(uncertainty_set="box"),
+    "heads on the observation": dict(head_input="obs"),
+    "own targets": dict(targets="own"),
+    "own targets, box": dict(targets="own", uncertainty_set="box", head_input="obs", input_scale=0.6),
+    "own targets, heads on the observation": dict(targets="own", head_input="obs", autotune=True, gamma=0.95),
+    "own targets, sampled": dict(targets="own", method="ell-epi"),
+    "own targets, sampled, head mlp": dict(targets="own", method="ell-epi", head="mlp", head_input="obs"),
     "all at once": dict(
         **dict(method="ell-epi", head="mlp", autotune=True, lambda_mu=0.1, lambda_sigma=0.2, layer_norm=False),
         **dict(normalize_obs=False, return_scale=None, anneal_lr=False, q_lr=0.01, policy_lr=0.01, index_dim=2),
@@ -122,12 +134,15 @@ def features(net, s, o):
     return s
 
 
-def spread(net, psi, o, z=None):
+def spread(net, s, psi, o, z=None):
     """sigma_bar [B, A, d_z]. The head mlp also reads the index z."""
-    x = psi.detach()  # sigma_bar does not move the features
+    x = o.input_scale * s if o.head_input == "obs" else psi.detach()  # sigma_bar does not move the features
     if o.head == "mlp":
         x = torch.cat([x, z.repeat(len(x), 1)], 1)
-    out = {name: dense(net, f"{name}.2", dense(net, f"{name}.0", x).relu()) for name in ("learnable", "prior")}
+    out = {}
+    for name in ("learnable", "prior"):
+        h = dense(net, f"{name}.2", dense(net, f"{name}.0", x).relu())
+        out[name] = dense(net, f"{name}.4", h.relu()) if o.head_input == "obs" else h
     return (out["learnable"] + o.prior_scale * out["prior"]).reshape(len(x), A, o.index_dim)
 
 
@@ -136,14 +151,14 @@ def samples(net, s, indices, o):
     psi = features(net, s, o)
     mu = dense(net, "mean", psi)
     if o.head == "mlp":
-        return torch.stack([mu + (spread(net, psi, o, z) * z).sum(-1) for z in indices])
-    sigma = spread(net, psi, o)
+        return torch.stack([mu + (spread(net, s, psi, o, z) * z).sum(-1) for z in indices])
+    sigma = spread(net, s, psi, o)
     return torch.stack([mu + (sigma * z).sum(-1) for z in indices])
 
 
 def mean_and_spread(net, s, o):
     psi = features(net, s, o)
-    return dense(net, "mean", psi), spread(net, psi, o)
+    return dense(net, "mean", psi), spread(net, s, psi, o)
 
 
 @torch.no_grad()
@@ -156,7 +171,10 @@ def worst_values(net, s, pi, indices, o):
         if q is None:
             covariance = sigma[b] @ sigma[b].T
             square = 2 * gammaincinv(A / 2, o.upsilon)  # the chi-squared distribution's quantile
-        else:
+        if o.uncertainty_set == "box":  # as far down as the ellipsoid reaches in each action
+            worst.append(torch.stack([mu[b, a] - math.sqrt(square * covariance[a, a]) for a in range(A)]))
+            continue
+        if q is not None:
             d = q[:, b] - mu[b]
             covariance = d.T @ d / len(d)
             distances = sorted((x @ torch.linalg.pinv(covariance, rtol=1e-9) @ x).item() for x in d)
@@ -203,22 +221,36 @@ def train(first, data, o):
 
         # target
         pi, log_pi = (x.detach() for x in policy(actor, data.s_next[index]))
-        q_star, y = worst_values(target, data.s_next[index], pi, indices, o), []
+        with torch.no_grad():
+            if o.targets == "shared":  # one worst case for all indices
+                q_next = [worst_values(target, data.s_next[index], pi, indices, o)]
+            elif o.method == "ell-epi":  # every index z its own
+                q_next = samples(target, data.s_next[index], indices, o)
+            else:
+                mu_next, sigma_next = mean_and_spread(target, data.s_next[index], o)
+                q_next = [mu_next]
+        y = torch.zeros(len(q_next), len(index)).double()
+        carried = torch.zeros(len(index), o.index_dim).double()  # the next state's spread in an index's own target
         for b, i in enumerate(index.tolist()):
-            value = sum(pi[b, k] * (q_star[b, k] - alpha * log_pi[b, k]) for k in range(A))
-            y.append(data.r[i] if data.terminated[i] else data.r[i] + o.gamma * value)
+            for n, q in enumerate(q_next):
+                value = sum(pi[b, k] * (q[b, k] - alpha * log_pi[b, k]) for k in range(A))
+                y[n, b] = data.r[i] if data.terminated[i] else data.r[i] + o.gamma * value
+            if o.targets == "own" and o.method == "ell-epi-star" and not data.terminated[i]:
+                carried[b] = o.gamma * sum(pi[b, k] * sigma_next[b, k] for k in range(A))
 
         # critic
         losses = []
         if o.method == "ell-epi":
             q = samples(critic, s, indices, o)
             for b, i in enumerate(index.tolist()):
-                errors = [q[n, b, a[b]] - y[b] - o.noise_scale * c[i] @ z for n, z in enumerate(indices)]
+                own = [y[n if o.targets == "own" else 0, b] for n in range(len(indices))]
+                errors = [q[n, b, a[b]] - own[n] - o.noise_scale * c[i] @ z for n, z in enumerate(indices)]
                 losses.append(sum(error**2 for error in errors) / len(errors))
         else:
             mu, sigma = mean_and_spread(critic, s, o)
             for b, i in enumerate(index.tolist()):
-                losses.append((mu[b, a[b]] - y[b]) ** 2 + ((sigma[b, a[b]] - o.noise_scale * c[i]) ** 2).sum())
+                disturbance = carried[b] + o.noise_scale * c[i]
+                losses.append((mu[b, a[b]] - y[0, b]) ** 2 + ((sigma[b, a[b]] - disturbance) ** 2).sum())
         critic_loss = sum(losses) / len(losses)
         decay = {name: o.lambda_sigma if name.startswith("learnable.") else o.lambda_mu for name in moments[0]}
         loss = critic_loss + sum(weight * (critic[name] ** 2).sum() for name, weight in decay.items())
@@ -239,8 +271,7 @@ def train(first, data, o):
         # what is logged
         with torch.no_grad():
             probe = torch.randn(1000, o.index_dim, generator=torch.Generator().manual_seed(0)).double()
-            far = 5 * torch.randn(s.shape, generator=torch.Generator().manual_seed(0)).double()
-            q, q_far = samples(critic, s, probe, o), samples(critic, far, probe, o)
+            q = samples(critic, s, probe, o)
             mu = q.mean(0) if o.method == "ell-epi" else mean_and_spread(critic, s, o)[0]
         std, taken = q.std(0), [(b, k) for b, k in enumerate(a.tolist())]
         other = [(b, k) for b in range(len(s)) for k in range(A) if (b, k) not in taken]
@@ -255,9 +286,11 @@ def train(first, data, o):
             "charts/q_gap": (pi * mu).sum(1).mean() - (pi * q_star).sum(1).mean(),
             "charts/q_data_actions": np.mean([mu[x].item() for x in taken]),
             "charts/q_minus_return": np.mean([(mu[x] - data.returns[index[x[0]]]).item() for x in ended] or [math.nan]),
+            "charts/q_star_minus_return": np.mean(
+                [(q_star[x] - data.returns[index[x[0]]]).item() for x in ended] or [math.nan]
+            ),
             "charts/std_data_actions": np.mean([std[x].item() for x in taken]),
             "charts/std_other_actions": np.mean([std[x].item() for x in other]),
-            "charts/std_far_states": q_far.std(0).mean(),
         }
         logged.append(
             SimpleNamespace(
@@ -333,6 +366,9 @@ def test_three_updates_are_those_of_a_plain_loop(variant, run, datasets):
     expected = train(first, data, o)
     check_networks(last, expected)
 
+    shape = "Box" if o.uncertainty_set == "box" else "Ell"
+    name = f"ERSAC-{shape}-Epi" + "*" * (o.method == "ell-epi-star") + "-own" * (o.targets == "own")
+    assert f"{name} on test/chain-v0" in done.out
     rows = metrics(done.folders[0])
     assert [row["update"] for row in rows] == [2, 3]
     check_rows(rows, expected.logged[1:])
@@ -348,6 +384,7 @@ def test_three_updates_are_those_of_a_plain_loop(variant, run, datasets):
         (dict(), "ERSAC-Ell-Epi*"),
         (dict(method="ell-epi", seed=15, eval_episodes=9), "ERSAC-Ell-Epi"),
         (dict(normalize_obs=False, autotune=True), "ERSAC-Ell-Epi*"),
+        (dict(targets="own"), "ERSAC-Ell-Epi*-own"),
     ],
 )
 def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, load, datasets):
@@ -389,6 +426,7 @@ def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, loa
         "eval_episodes": o.eval_episodes,
         "eval_return_mean": pytest.approx(returns.mean()),
         "eval_return_std": pytest.approx(math.sqrt(((returns - returns.mean()) ** 2).mean())),
+        "eval_returns": pytest.approx(returns.tolist()),
         "random_return": -14.0,
         "reference_return": 25.0,
         "normalized_return": pytest.approx(100 * (returns.mean() + 14) / (25 + 14)),
@@ -402,7 +440,7 @@ def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, loa
 @pytest.mark.parametrize("method", ["ell-epi-star", "ell-epi"])
 def test_the_loop_learns(method, run, load, datasets):
     """To go right is best, 26.5 on average; random play has -14, the other end -22."""
-    flags = "--dataset-id test/chain-large-v0 --total-updates 150 --batch-size 64 --hidden-dim 32 --gamma 0.9"
+    flags = "--dataset-id test/chain-large-v0 --total-updates 250 --batch-size 64 --hidden-dim 32 --gamma 0.9"
     flags += " --q-lr 0.003 --policy-lr 0.003 --noise-scale 0.3 --num-index-samples 20 --eval-episodes 40"
     done = ran(run("ersac_epinet", *flags.split(), "--method", method))
     assert load(done.folders[0]).result["eval_return_mean"] > 24
@@ -448,6 +486,8 @@ def test_default_data_set_of_an_environment(run, load, datasets, monkeypatch):
     """Found by its name; made by gen_expectile_data.py if it is missing."""
     assert dataset_name("LunarLander-v3", 0.05, 100_000) == "ersac/lunarlander/tau05-100k-v0"
     assert dataset_name("some/Thing-v12", 0.125, 1500) == "ersac/thing/tau12p5-1500-v0"
+    assert dataset_name("LunarLander-v3", 0.5, 10_000, 0.5, 101) == "ersac/lunarlander/tau50-early50-10k-s101-v0"
+    assert dataset_name("LunarLander-v3", 0.9, 10_000, dataset_seed=7) == "ersac/lunarlander/tau90-10k-s7-v0"
     flags = ("--env-id", "CartPole-v1", "--total-updates", 2, "--hidden-dim", 8, "--eval-episodes", 2)
     result = load(ran(run("ersac_epinet", *flags, "--dataset-size", 3000)).folders[0]).result
     assert result["dataset_id"] == "ersac/cartpole/tau50-3k-v0" and result["env_id"] == "CartPole-v1"
@@ -457,20 +497,21 @@ def test_default_data_set_of_an_environment(run, load, datasets, monkeypatch):
     assert done.code == 1 and "ersac/cartpole/tau90-2k-v0 could not be made" in done.err
     ((python, script, *rest),) = commands
     assert python == sys.executable and Path(script).name == "gen_expectile_data.py" and Path(script).exists()
-    assert rest == "--env-id CartPole-v1 --expectile-tau 0.9 --dataset-size 2000".split()
+    wanted = "--env-id=CartPole-v1 --expectile-tau=0.9 --dataset-size=2000 --early-fraction=0.0 --dataset-seed=1"
+    assert rest == wanted.split()
 
 
 def test_missing_foreign_data_set_is_downloaded(run, datasets, monkeypatch):
     asked = []
 
-    def download(name):
+    def download(name, **_):
         asked.append(name)
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(minari, "download_dataset", download)
+    monkeypatch.setattr("minari.storage.hosting.download_dataset", download)
     done = run("ersac_epinet", "--dataset-id", "some/where-v3")
     assert done.code == 1 and asked == ["some/where-v3"]
-    assert "no network" in done.err and "minari list remote" in done.err
+    assert "some/where-v3" in done.err and "no network" in done.err
 
 
 def test_an_environment_without_a_limit_gets_one():
@@ -551,7 +592,7 @@ def test_gaussian_set_in_degenerate_cases(dtype):
 # ----- the critic
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 def test_samples_and_gradients_of_the_critic(head):
-    critic = EpinetCritic(5, 3, 4, 16, head=head).double()
+    critic = EpinetCritic(5, 3, 4, 16, head=head, **FEATURES).double()
     obs, z = draw(7, 5), draw(6, 4, seed=1)
     q = critic.sample(obs, z)
     assert q.shape == (6, 7, 3)
@@ -567,6 +608,22 @@ def test_samples_and_gradients_of_the_critic(head):
     assert torch.equal(critic.sample(obs, 0 * z)[0], critic.mean(critic.base(obs)))
 
 
+def test_heads_on_the_observation_and_the_size_of_their_prior():
+    torch.manual_seed(0)
+    critic = EpinetCritic(5, 3, 16, 16, prior_scale=1.0, head_input="obs")
+    obs = torch.randn(500, 5)
+    prior = critic.prior(critic.input_scale * obs).unflatten(-1, (3, 16))
+    size = prior.square().sum(-1).mean().sqrt()  # root mean square of |sigma_P(s, a)|
+    other = EpinetCritic(5, 3, 4, 16, prior_scale=1.0, head_input="obs")
+    other = other.prior(other.input_scale * obs).unflatten(-1, (3, 4)).square().sum(-1).mean().sqrt()
+    assert 1.5 < size < 4 and 0.6 < size / other < 1.6  # about the size of its inputs, whatever d_z
+    assert not any(p.requires_grad for p in critic.prior.parameters()) and (critic.prior[4].bias == 0).all()
+    _, sigma_bar = critic(obs)
+    torch.testing.assert_close(sigma_bar, (critic.learnable(3 * obs) + critic.prior(3 * obs)).unflatten(-1, (3, 16)))
+    gradients = torch.autograd.grad(sigma_bar.sum(), list(critic.base.parameters()), allow_unused=True)
+    assert all(g is None for g in gradients)
+
+
 def test_pixel_script_has_the_same_heads_and_losses():
     from ersac_atari import EpinetHeads
     from ersac_atari import actor_loss as pixel_actor_loss
@@ -575,7 +632,7 @@ def test_pixel_script_has_the_same_heads_and_losses():
     from ersac_atari import worst_case_gaussian as pixel_worst_case
 
     B, d = 7, 3
-    critic = EpinetCritic(5, A, d, 16, prior_scale=0.6).double()
+    critic = EpinetCritic(5, A, d, 16, prior_scale=0.6, head_input="features").double()
     heads = EpinetHeads(16, A, d, prior_scale=0.6).double()
     heads.load_state_dict({k: v for k, v in critic.state_dict().items() if not k.startswith("base.")})
     obs, pi, action = draw(B, 5), draw(B, A, seed=1).softmax(-1), torch.arange(B) % A
@@ -656,16 +713,38 @@ def test_stopped_run_resumes_to_the_same_bits(run, load, datasets, monkeypatch, 
         part = run("ersac_epinet", *SMALL, *flags, "--exp-name", "part")
     (folder,) = part.folders
     assert part.code == 130 and f"--resume {folder.relative_to(folder.parents[1])}" in part.out
-    assert part.states[-1]["update"] == 15 and load(folder).result is None
+    assert part.states[-1]["update"] == 12 and load(folder).result is None  # the last row's checkpoint
     ran(run("ersac_epinet", "--resume", folder))
     again = load(folder)
     assert again.metrics == whole.metrics and equal(again.result, whole.result)
     assert equal(again.checkpoint, whole.checkpoint)
 
 
-def test_ctrl_c_during_the_last_update_comes_too_late(run, load, datasets, monkeypatch):
-    interrupted(monkeypatch, 24)
-    assert load(ran(run("ersac_epinet", *SMALL)).folders[0]).result["updates"] == 24
+def test_ctrl_c_before_the_training_leaves_nothing(run, datasets, monkeypatch):
+    monkeypatch.setattr(minari, "list_local_datasets", lambda: signal.raise_signal(signal.SIGINT))
+    done = run("ersac_epinet", "--env-id", "CartPole-v1")
+    assert done.code == 130 and done.folders == [] and done.out + done.err == ""
+
+
+def test_a_finished_run_is_evaluated_again_or_extended(run, load, datasets):
+    (folder,) = ran(run("ersac_epinet", *SMALL)).folders
+    first = load(folder)
+    ran(run("ersac_epinet", "--resume", folder, "--eval-episodes", 5, "--capture-video"))
+    again = load(folder)
+    assert equal(again.checkpoint, first.checkpoint) and len(again.result["eval_returns"]) == 5
+    assert again.result["eval_returns"][:3] == first.result["eval_returns"]
+    assert len(list((folder / "video").glob("*.mp4"))) == 1
+    ran(run("ersac_epinet", "--resume", folder, "--total-updates", 30))
+    more = load(folder)
+    assert more.checkpoint["update"] == 30 and more.metrics[:3] == first.metrics and len(more.metrics) == 4
+    for words, named in (("--total-updates 20", "30"), ("--gamma 0.5", "--gamma"), ("--seed=1", "--seed")):
+        done = run("ersac_epinet", "--resume", folder, *words.split())
+        assert done.code == 1 and named in done.err and len(done.err.strip().splitlines()) == 1
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    checkpoint["args"]["no_longer_a_flag"] = 3
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    done = run("ersac_epinet", "--resume", folder)
+    assert done.code == 1 and "another version" in done.err
 
 
 def test_run_of_changed_data_is_not_resumed(run, datasets):
@@ -695,12 +774,10 @@ def test_speed_is_that_of_the_updates(run, load, datasets, monkeypatch):
     done = ran(run("ersac_epinet", *command_line(OPTIONS | dict(total_updates=5))))
     (folder,) = done.folders
     assert [row["charts/updates_per_second"] for row in metrics(folder)] == [1.0] * 3
-    seconds = done.states[-1]["seconds"]  # the final evaluation is not in it
-    assert 5 + 3 * 50 <= seconds <= clock[0] - 1000 - 23 * 50
-    assert load(folder).result["updates_per_second"] == pytest.approx(5 / seconds)
+    assert load(folder).result["updates_per_second"] == 1.0
     clock[0] += 10**6
     ran(run("ersac_epinet", "--resume", folder))
-    assert load(folder).result["updates_per_second"] == pytest.approx(5 / seconds)
+    assert load(folder).result["updates_per_second"] == 1.0
 
 
 def test_wandb_gets_the_same_numbers(run, load, datasets, monkeypatch):
@@ -741,10 +818,10 @@ def test_device_and_deterministic_algorithms_are_as_asked(run, datasets, monkeyp
         assert torch.are_deterministic_algorithms_enabled() == wanted
 
 
-@pytest.mark.parametrize("flag, where", [("--q-lr", "update 1: actor"), ("--policy-lr", "update 2: critic")])
+@pytest.mark.parametrize("flag, where", [("--q-lr", "update 1: "), ("--policy-lr", "update 2: ")])
 def test_diverging_run_stops_and_keeps_a_finite_checkpoint(run, datasets, flag, where):
     done = run("ersac_epinet", *SMALL, flag, 1e30)
-    assert done.code == 1 and f"{where} loss not finite" in done.err
+    assert done.code == 1 and f"{where}loss not finite" in done.err
     assert all(x.isfinite().all() for part in ("critic", "actor") for x in done.states[-1][part].values())
 
 
@@ -757,34 +834,24 @@ BAD = [
     ("--upsilon 1.1 --method ell-epi", "upsilon"),
     ("--upsilon 0", "upsilon"),
     ("--head mlp", "linear in z"),
+    ("--uncertainty-set box --method ell-epi", "closed form"),
+    ("--targets his", "targets"),
     ("--index-dim 0", "index-dim"),
     ("--num-index-samples 0", "num-index-samples"),
-    ("--noise-scale -1", "noise-scale"),
-    ("--prior-scale nan", "prior-scale"),
-    ("--prior-scale -0.1", "prior-scale"),
-    ("--lambda-mu -1", "lambda-mu"),
-    ("--lambda-sigma inf", "lambda-sigma"),
     ("--method ell-n", "method"),
     ("--total-updates 0", "total-updates"),
     ("--batch-size 0", "batch-size"),
     ("--hidden-dim 0", "hidden-dim"),
-    ("--dataset-size 0", "dataset-size"),
     ("--eval-interval 0", "eval-interval"),
     ("--eval-episodes 0", "eval-episodes"),
-    ("--seed -1", "seed"),
     ("--alpha -1", "alpha"),
     ("--alpha 0 --autotune", "alpha"),
     ("--q-lr 0", "q-lr"),
-    ("--policy-lr inf", "policy-lr"),
     ("--return-scale 0", "return-scale"),
     ("--polyak 0", "polyak"),
     ("--polyak 1.5", "polyak"),
-    ("--expectile-tau 0", "expectile-tau"),
-    ("--expectile-tau 1", "expectile-tau"),
     ("--gamma 1", "gamma"),
     ("--gamma -0.1", "gamma"),
-    ("--target-entropy 0", "target-entropy"),
-    ("--target-entropy 1", "target-entropy"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The sweep: a row a finished run, written at once, skipped the next time; a kill costs only the runs under way."""
 
 import csv
+import importlib
 import json
 import runpy
 import subprocess
@@ -9,92 +10,218 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tyro
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCHMARK = ROOT / "docs" / "benchmark"
+SWEEP = runpy.run_path(str(BENCHMARK / "sweep.py"))
+RESULT = ("eval_return_mean", "eval_return_std", "random_return", "reference_return", "policy_entropy")
 
 
 @pytest.fixture
 def sweep(monkeypatch, tmp_path, capsys):
-    """sweep("--seeds", 1) with runs that take no time -> the commands that were run, and the rows of the CSV."""
+    """call("--seeds", 1) with runs that take no time -> the commands, the rows of the CSV, what sys.exit was given and
+    what stood on stderr."""
     out = tmp_path / "sweep.csv"
 
     def call(*arguments, fail_at=None):
         commands = []
 
         def fake(command, **_):
-            if fail_at == len(commands):
-                return SimpleNamespace(returncode=1, stderr="out of memory")
+            if command[0] == "git":
+                return SimpleNamespace(returncode=0, stdout="abc1234-dirty\n")
             commands.append(command)
-            given = dict(zip(command, command[1:]))
-            folder = Path(given["--output-dir"]) / "run"
+            if fail_at == len(commands) - 1:
+                return SimpleNamespace(returncode=1, stderr="out of memory")
+            words = command[2:]
+            given = {name[2:].replace("-", "_"): value for name, value in zip(words, words[1:]) if name[:2] == "--"}
+            folder = Path(given["output_dir"]) / "run"
             folder.mkdir()
-            tau = f"{100 * float(given.get('--expectile-tau', 0)):.0f}".zfill(2)
-            name = f"ersac/cartpole/tau{tau}-{int(given.get('--dataset-size', 0)) // 1000}k-v0"
-            result = {"env_id": "CartPole-v1", "dataset_id": given.get("--dataset-id", name), "updates": 5}
-            result |= {"seed": int(given["--seed"]), "normalized_return": 50.0 + int(given["--seed"])}
-            result |= dict.fromkeys(("eval_return_mean", "eval_return_std", "random_return"), 1.0)
-            result |= dict.fromkeys(("reference_return", "policy_entropy", "updates_per_second"), 2.0)
+            (folder / "args.json").write_text(json.dumps(given | {"resume": None}))
+            result = {"env_id": "CartPole-v1", "updates": 5, "normalized_return": 50.0 + int(given["seed"])}
+            result |= dict.fromkeys((*RESULT, "updates_per_second"), 2.0) | {"eval_returns": [1.0, 3.25, -7.0]}
             (folder / "result.json").write_text(json.dumps(result))
-            if "clone.py" not in command[1]:
-                (folder / "metrics.csv").write_text(
-                    "update,eval/return,charts/policy_entropy\n1,3,0.5\n2,9,0.25\n3,7,0\n"
-                )
+            if "docs" not in Path(command[1]).parts:  # the baselines log nothing on the way
+                header = "update,eval/return,charts/policy_entropy,charts/q_star_minus_return"
+                (folder / "metrics.csv").write_text(f"{header}\n1,3,0.5,-1\n2,9,0.25,-2\n3,7,0,-3.5\n")
             return SimpleNamespace(returncode=0)
 
         monkeypatch.setattr(subprocess, "run", fake)
         words = ["--envs", "CartPole-v1", "--workers", "1", "--out", str(out), *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", ["sweep.py", *words])
-        runpy.run_path(str(ROOT / "docs" / "benchmark" / "sweep.py"), run_name="__main__")
-        with open(out, newline="") as f:
-            return commands, list(csv.DictReader(f))
+        code = 0
+        try:
+            runpy.run_path(str(BENCHMARK / "sweep.py"), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+        rows = list(csv.DictReader(out.read_text().splitlines())) if out.exists() else []
+        return SimpleNamespace(commands=commands, rows=rows, code=code, err=capsys.readouterr().err)
 
     return SimpleNamespace(call=call, out=out)
+
+
+def flag(command, name):
+    """The value that a command gives to a flag; the last one counts. None if it has no such flag."""
+    return {a: b for a, b in zip(command, command[1:])}.get(f"--{name}")
 
 
 GRID = ("--sizes", 1000, 10_000, "--taus", 0.1, 0.5, "--methods", "SAC-N", "BC", "--seeds", 100, 101)
 
 
 def test_every_cell_once_and_none_twice(sweep):
-    commands, rows = sweep.call(*GRID)
-    assert len(commands) == len(rows) == 2 * 2 * 2 * 2
-    cells = {(r["method"], r["dataset_size"], r["expectile_tau"], r["seed"]) for r in rows}
-    assert len(cells) == 16 and {r["flags"] for r in rows} == {""}
-    box = [r for r in rows if r["method"] == "SAC-N"]
-    assert {(r["best_return"], r["training_entropy"]) for r in box} == {("9.0", "0.25")}
+    done = sweep.call(*GRID)
+    assert done.code == 0 and len(done.commands) == len(done.rows) == 2 * 2 * 2 * 2
+    cells = {(r["method"], r["dataset_size"], r["expectile_tau"], r["seed"]) for r in done.rows}
+    assert len(cells) == 16 and {r["flags"] for r in done.rows} == {""}
+    assert [r["seed"] for r in done.rows] == ["100"] * 8 + ["101"] * 8  # a sweep that is stopped has whole seeds
+    box = [r for r in done.rows if r["method"] == "SAC-N"]
+    logged = {(r["best_return"], r["training_entropy"], r["q_star_minus_return"]) for r in box}
+    assert logged == {("9.0", "0.25", "-3.5")}
     with open(sweep.out.with_name("sweep_curves.csv"), newline="") as f:
-        curves = [r for r in csv.DictReader(f) if r["dataset_id"] == "ersac/cartpole/tau50-1k-v0"]
+        curves = [r for r in csv.DictReader(f) if "tau50-1k-" in r["dataset_id"]]
     logged = [(r["method"], r["seed"], r["update"], r["eval/return"], r["charts/policy_entropy"]) for r in curves]
     points = (("1", "3", "0.5"), ("2", "9", "0.25"), ("3", "7", "0"))
     assert logged == [("SAC-N", seed, *point) for seed in ("100", "101") for point in points]
-    assert sweep.call(*GRID)[0] == []  # all there
-    more, rows = sweep.call(*GRID, 102)
-    assert len(more) == 8 and len(rows) == 24
-    flagged, rows = sweep.call(*GRID, "--flags=--alpha 0.1")  # another setting, which cloning does not have
-    assert len(flagged) == 8 and all(c[-2:] == ["--alpha", "0.1"] for c in flagged) and len(rows) == 32
+    assert sweep.call(*GRID).commands == []  # all there
+    more = sweep.call(*GRID, 102)
+    assert len(more.commands) == 8 and len(more.rows) == 24
+
+
+def test_flags_are_for_the_training_scripts_and_part_of_a_runs_name(sweep):
+    sweep.call(*GRID)
+    done = sweep.call(*GRID, "--flags=--alpha 0.1")
+    assert len(done.commands) == 8 and len(done.rows) == 24  # cloning is there already
+    assert all("ersac_ensemble.py" in c[1] and flag(c, "alpha") == "0.1" for c in done.commands)
+    done = sweep.call(*GRID, 102, "--flags=--alpha 0.1", "--methods", "BC", "BC-top", "CQL", "SAC-N")
+    baselines = [c for c in done.commands if "docs" in Path(c[1]).parts]
+    assert len(baselines) == 4 * 3 + 2 * 4 * 2 and all(flag(c, "alpha") is None for c in baselines)
+    assert {r["flags"] for r in done.rows if r["method"] in ("BC", "BC-top", "CQL")} == {""}
+
+
+def test_seed_s_learns_from_data_set_s(sweep):
+    done = sweep.call(*GRID, "--early-fraction", 0.5)
+    assert all(flag(c, "dataset-seed") == flag(c, "seed") for c in done.commands)
+    assert all(flag(c, "early-fraction") == "0.5" for c in done.commands)
+    names = {(r["seed"], r["dataset_id"]) for r in done.rows if r["dataset_size"] == "1000"}
+    taus = ("tau10", "tau50")
+    assert names == {(s, f"ersac/cartpole/{tau}-early50-1k-s{s}-v0") for s in ("100", "101") for tau in taus}
+    one = sweep.call(*GRID, "--one-dataset")
+    assert len(one.commands) == 16 and {flag(c, "dataset-seed") for c in one.commands} == {"1"}
+    assert {flag(c, "seed") for c in one.commands} == {"100", "101"}
+    names = {r["dataset_id"] for r in one.rows[16:]}
+    assert names == {f"ersac/cartpole/{tau}-{size}-v0" for tau in taus for size in ("1k", "10k")}
+
+
+def test_commit_arguments_and_returns_are_in_every_row(sweep):
+    done = sweep.call(*GRID)
+    for command, row in zip(done.commands, done.rows):
+        arguments = json.loads(row["arguments"])
+        assert row["commit"] == "abc1234-dirty" and row["eval_returns"] == "1.0 3.2 -7.0"
+        assert arguments["seed"] == row["seed"] and arguments["dataset_size"] == row["dataset_size"]
+        assert not {"output_dir", "resume"} & arguments.keys()
+        if row["method"] == "SAC-N":
+            assert arguments["uncertainty_set"] == flag(command, "uncertainty-set") == "box"
 
 
 def test_any_data_set_by_its_id(sweep):
     flags = ("--datasets", "my/set-v0", "--methods", "Ell-Epi*", "BC", "--seeds", 100)
-    commands, rows = sweep.call(*flags)
-    assert all("--env-id" not in c and c[c.index("--dataset-id") + 1] == "my/set-v0" for c in commands)
-    assert [r["dataset_id"] for r in rows] == ["my/set-v0"] * 2 and rows[0]["dataset_size"] == ""
-    assert sweep.call(*flags)[0] == []
+    done = sweep.call(*flags)
+    assert all(flag(c, "env-id") is None and flag(c, "dataset-id") == "my/set-v0" for c in done.commands)
+    assert [r["dataset_id"] for r in done.rows] == ["my/set-v0"] * 2 and done.rows[0]["dataset_size"] == ""
+    assert sweep.call(*flags).commands == []
 
 
-def test_a_failed_run_and_half_a_line_lose_nothing_else(sweep):
-    with pytest.raises(RuntimeError, match="out of memory"):
-        sweep.call(*GRID, fail_at=5)
+def test_a_failed_run_is_reported_and_the_rest_finishes(sweep):
+    done = sweep.call(*GRID, fail_at=5)
+    assert len(done.commands) == 16 and len(done.rows) == 15
+    assert "out of memory" in done.err and "1 runs failed" in done.code  # a message: exit code 1
+    again = sweep.call(*GRID)
+    assert again.commands[0][:-1] == done.commands[5][:-1]  # but for the temporary folder
+    assert len(again.commands) == 1 and len(again.rows) == 16 and again.code == 0
+
+
+def test_exit_code_of_a_real_process_with_a_failed_run(datasets, tmp_path):
+    command = [sys.executable, str(BENCHMARK / "sweep.py"), "--datasets", "test/missing-v0", "--methods", "BC"]
+    command += ["--seeds", "100", "--out", str(tmp_path / "out.csv")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "test/missing-v0" in done.stderr and "1 runs failed" in done.stderr
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_half_a_line_is_dropped(sweep):
+    sweep.call(*GRID)
     text = sweep.out.read_text()
-    assert text.count("\n") == 1 + 5
     for cut in (1, 3, 30):  # a kill while a row is written
         sweep.out.write_text(text[:-cut])
-        commands, rows = sweep.call(*GRID)
-        assert len(commands) == 16 - 4 and len(rows) == 16 and all(r["seconds"] for r in rows)
+        done = sweep.call(*GRID)
+        assert len(done.commands) == 1 and len(done.rows) == 16 and all(r["eval_returns"] for r in done.rows)
+    sweep.out.write_text("method,seed\nSAC-N,100\n")
+    done = sweep.call(*GRID)
+    assert done.commands == [] and "other columns" in done.code and len(done.rows) == 1
 
 
-def test_the_sweep_file_of_wandb_names_arguments_that_exist():
-    plan = yaml.safe_load((ROOT / "docs" / "benchmark" / "sweep.yaml").read_text())
-    source = (ROOT / plan["program"]).read_text()
-    assert all(f"    {name}: list[" in source for name in plan["parameters"])
-    assert all(f'"{method}"' in source for method in plan["parameters"]["methods"]["values"])
+def test_unknown_methods_are_refused(sweep):
+    done = sweep.call("--methods", "SAC-N", "Magic")
+    assert done.commands == [] and "Magic" in done.code and "SAC-N" in done.code
+
+
+@pytest.mark.parametrize("method", SWEEP["METHODS"])
+def test_methods_spell_out_flags_that_exist(method, monkeypatch):
+    """The script's own parser takes every flag and value, and has kept nothing that matters for its default."""
+    script, *words = SWEEP["METHODS"][method].split()
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    args = tyro.cli(importlib.import_module(Path(script).stem).Args, args=words)
+    if method in SWEEP["BASELINES"]:
+        assert words in ([], ["--top", "0.5"])
+        return
+    needed = {"targets", "uncertainty-set", "prior-scale", "total-updates"}
+    needed |= {"method", "head-input", "noise-scale"} if "epinet" in script else {"input-scale"}
+    needed |= {"upsilon"} if args.uncertainty_set == "ellipsoid" else set()
+    assert needed <= {word[2:] for word in words}
+    assert (args.targets == "own") == method.endswith("-own")
+    assert ("*" in method) == (getattr(args, "method", None) == "ell-epi-star")
+
+
+def test_the_sweep_file_of_wandb_names_arguments_and_methods_that_exist():
+    plan = yaml.safe_load((BENCHMARK / "sweep.yaml").read_text())
+    assert ROOT / plan["program"] == BENCHMARK / "sweep.py"
+    for name, choice in plan["parameters"].items():
+        words = [f"--{name.replace('_', '-')}", *map(str, choice["values"])]
+        assert getattr(tyro.cli(SWEEP["Args"], args=words), name) == choice["values"]
+    assert set(plan["parameters"]["methods"]["values"]) <= set(SWEEP["METHODS"])
+
+
+# ----- the tabular grids
+def test_cells_of_the_tabular_grids_are_arguments_of_the_script():
+    tabular = runpy.run_path(str(BENCHMARK / "tabular.py"))
+    parse = importlib.import_module("ersac_tabular").Args
+    for grid, count in {"paper": 72, "no-bootstrap": 36, "upsilon": 24, "critics": 72, "targets": 384}.items():
+        names = [tabular["flags"](cell) for cell in tabular["cells"](grid)]
+        assert len(names) == len(set(names)) == count
+        for cell, name in zip(tabular["cells"](grid), names):
+            args = tyro.cli(parse, args=name.split())
+            assert all(getattr(args, key) == value for key, value in cell.items())
+
+
+@pytest.mark.slow
+def test_a_tabular_grid_makes_what_is_missing_and_reproduces_the_committed_row(tmp_path):
+    """The last line is cut in half, as by a kill; its run is made again, and nothing else."""
+    out = tmp_path / "grid.csv"
+    text = (BENCHMARK / "tabular_no_bootstrap.csv").read_text()
+    committed = list(csv.DictReader(text.splitlines()))
+    out.write_text(text[:-50])
+    command = [sys.executable, str(BENCHMARK / "tabular.py"), "--grid", "no-bootstrap", "--out", str(out)]
+    done = subprocess.run([*command, "--workers", "1"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("1 runs in"), done.stderr
+    *rows, last = csv.DictReader(out.read_text().splitlines())
+    assert [r | {"commit": ""} for r in committed[:-1]] == [r | {"commit": ""} for r in rows] and last["commit"]
+    for name, value in committed[-1].items():
+        if name == "updates_per_second":
+            continue
+        try:
+            assert float(last[name]) == pytest.approx(float(value), abs=1e-4), name
+        except ValueError:
+            assert last[name] == value
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "all 360 runs are there" in done.stdout

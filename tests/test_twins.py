@@ -23,8 +23,10 @@ ASSIGNED = {
     "EnsembleCritic": (ENSEMBLE,),
     "EpinetCritic": (EPINET,),
     "Actor": (ENSEMBLE, EPINET),
-    "machine_replacement": (TABULAR, GEN),
-    "riverswim": (TABULAR, GEN),
+    "propagated_spread": (EPINET,),
+    "worst_case_gaussian_box": (EPINET,),
+    "machine_replacement": (TABULAR,),
+    "riverswim": (TABULAR,),
 }
 
 

@@ -3,15 +3,17 @@
     python docs/benchmark/clone.py --env-id LunarLander-v3 --seed 100
 
 Maximum likelihood of the data's actions; the greedy policy of the last update is evaluated, as in the other scripts.
+--top 0.5 clones only the better half of the episodes, by their return.
 """
 
 import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
@@ -19,7 +21,7 @@ from tqdm import trange
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from ersac_ensemble import Actor, evaluate, find_dataset, load_transitions, make_eval_env, write_file  # noqa: E402
+from ersac_ensemble import Actor, entropy, evaluate, find_dataset, load_transitions, make_eval_env, write_file  # noqa: E402
 
 
 @dataclass
@@ -31,13 +33,19 @@ class Args:
     output_dir: str = "runs"
     """folder that receives the run folder"""
     env_id: str = "LunarLander-v3"
-    """environment whose default data set is used, unless --dataset-id names another one"""
+    """environment of the default data set"""
     dataset_id: str | None = None
-    """any Minari data set with vector observations and discrete actions; None is ersac/{env}/tau{NN}-{size}-v0"""
+    """any Minari data set with vector observations and discrete actions, in place of the default"""
     dataset_size: int = 100_000
     """transitions of the default data set"""
+    dataset_seed: int = 1
+    """which draw of the default data set: other episodes of the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the default data set's behaviour policy"""
+    """risk level of the default data set's policy"""
+    early_fraction: float = 0.0
+    """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
+    top: float = 1.0
+    """share of the episodes to clone, the best ones by their return"""
     total_updates: int = 8000
     """updates"""
     batch_size: int = 256
@@ -50,39 +58,69 @@ class Args:
     """episodes of the final evaluation"""
 
 
+def best_episodes(dataset, top):
+    """Which transitions belong to episodes whose return reaches the quantile 1 - top. Bool [|D|]"""
+    episodes = list(dataset.iterate_episodes())
+    returns = np.array([episode.rewards.sum() for episode in episodes])
+    kept = returns >= np.quantile(returns, 1 - top)
+    return torch.from_numpy(np.repeat(kept, [len(episode.rewards) for episode in episodes]))
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
+    if not 0 < args.top <= 1:
+        sys.exit(f"--top {args.top}: it must be above 0 and at most 1.")
+    torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     dataset = find_dataset(args)
     obs, action, *_ = load_transitions(dataset, 0.99)
-    mean, std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
+    mean = obs.mean(0)
+    std = obs.std(0, correction=0).clamp(min=1e-3)
     obs = (obs - mean) / std
+    kept = best_episodes(dataset, args.top)
+    cloned_obs = obs[kept]
+    cloned_action = action[kept]
     actor = Actor(obs.shape[1], int(dataset.spec.action_space.n), args.hidden_dim)
     optimizer = torch.optim.Adam(actor.parameters(), lr=args.lr, fused=True)
     started = time.time()
     for update in trange(args.total_updates, desc="cloning", mininterval=1):
         optimizer.param_groups[0]["lr"] = args.lr * (1 - update / args.total_updates)
-        index = torch.randint(len(obs), (args.batch_size,), generator=generator)
-        loss = F.cross_entropy(actor(obs[index]), action[index])
+        index = torch.randint(len(cloned_obs), (args.batch_size,), generator=generator)
+        loss = F.cross_entropy(actor(cloned_obs[index]), cloned_action[index])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     speed = args.total_updates / (time.time() - started)
     env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
     scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
-    low, high = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
-    log_pi = actor(obs[:10_000]).log_softmax(-1).detach()
-    result = {"script": "clone.py", "method": "BC", "env_id": args.env_id, "dataset_id": dataset.spec.dataset_id}
-    result |= {"seed": args.seed, "updates": args.total_updates, "updates_per_second": speed}
-    result |= {"eval_episodes": args.eval_episodes, "eval_return_mean": scores.mean(), "eval_return_std": scores.std()}
-    result |= {"random_return": low, "reference_return": high}
-    known = low is not None and high is not None
-    result |= {"normalized_return": 100 * (scores.mean() - low) / (high - low) if known else None}
-    result |= {"policy_entropy": -(log_pi.exp() * log_pi).sum(-1).mean().item()}
+    with torch.no_grad():
+        log_pi = actor(obs[:10_000]).log_softmax(-1)
+    low = dataset.storage.metadata.get("ref_min_score")
+    high = dataset.storage.metadata.get("ref_max_score")
+    normalized = None
+    if low is not None and high is not None:
+        normalized = 100 * (scores.mean() - low) / (high - low)
+    result = {
+        "script": os.path.basename(__file__),
+        "method": "BC" if args.top == 1 else f"BC-top{100 * args.top:g}",
+        "env_id": args.env_id,
+        "dataset_id": dataset.spec.dataset_id,
+        "seed": args.seed,
+        "updates": args.total_updates,
+        "updates_per_second": speed,
+        "eval_episodes": args.eval_episodes,
+        "eval_return_mean": scores.mean(),
+        "eval_return_std": scores.std(),
+        "eval_returns": scores.tolist(),
+        "random_return": low,
+        "reference_return": high,
+        "normalized_return": normalized,
+        "policy_entropy": entropy(log_pi.exp(), log_pi).mean().item(),
+    }
     name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
     folder = os.path.join(args.output_dir, name)
-    os.makedirs(folder)
+    write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
     write_file(folder, "result.json", json.dumps(result, indent=2).encode())
-    print(f"BC on {dataset.spec.dataset_id}: return {scores.mean():.1f}, normalized {result['normalized_return']}")
+    print(f"{result['method']} on {dataset.spec.dataset_id}: return {scores.mean():.1f}, normalized {normalized}")
     print(f"run folder: {folder}")

@@ -1,22 +1,24 @@
-"""Run folders of ersac_atari.py, finished or stopped, to two CSVs: a row a run, and the learning curves.
+"""Run folders of ersac_atari.py, finished or stopped, to two CSVs: a row per run, and the learning curves.
 
     python docs/benchmark/collect_atari.py --runs runs --out docs/benchmark/atari_pong.csv
 
 The curves go to the same name with _curves before .csv. The column flags holds arguments that are not the defaults.
 """
 
-import ast
 import csv
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"exp_name", "seed", "output_dir", "env_id", "dataset_id", "algo", "resume", "eval_only", "cache_dir", "track"}
+sys.path.insert(0, str(ROOT))
+import ersac_atari  # noqa: E402
+
+OWN = {"exp_name", "seed", "output_dir", "env_id", "dataset_id", "algo", "resume", "cache_dir", "track"}
 RESULTS = ("updates_per_second", "eval_episodes", "eval_return_mean", "eval_return_std", "eval_distinct_returns")
 RESULTS += ("random_return", "reference_return", "normalized_return", "policy_entropy")
 
@@ -26,14 +28,7 @@ class Args:
     runs: str = "runs"
     """folder with run folders"""
     out: str = str(ROOT / "docs" / "benchmark" / "atari_pong.csv")
-    """CSV with a row a run"""
-
-
-def defaults():
-    """Default arguments of ersac_atari.py, read from its source."""
-    tree = ast.parse((ROOT / "ersac_atari.py").read_text())
-    (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
-    return {node.target.id: ast.literal_eval(node.value) for node in args.body if isinstance(node, ast.AnnAssign)}
+    """CSV with a row per run"""
 
 
 def write(path, rows):
@@ -46,10 +41,10 @@ def write(path, rows):
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    table, curves, usual = [], [], defaults()
+    table, curves, usual = [], [], asdict(ersac_atari.Args())
     for folder in sorted(Path(args.runs).glob("*__*"), key=lambda path: path.name.split("__")[-1]):
         given = json.loads((folder / "args.json").read_text())
-        if given.get("dataset_id") is None or "algo" not in given or not (folder / "metrics.csv").read_text():
+        if given.get("dataset_id") is None or "algo" not in given or not (folder / "metrics.csv").exists():
             continue  # another script's, a download's, or stopped before its first evaluation
         with open(folder / "metrics.csv", newline="") as f:
             rows = list(csv.DictReader(f))

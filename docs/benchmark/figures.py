@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
 from report import by_upsilon, grid_flags, grid_rows, load, per_seed  # noqa: E402
 
+import ersac_tabular as tabular  # noqa: E402
 from ersac_tabular import center, ellipsoid_radius, worst_case_box, worst_case_ellipsoid, worst_case_hull  # noqa: E402
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"  # colour-blind safe
@@ -41,22 +42,21 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak or
-    pong; None makes them all"""
+    """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak, gym_upsilon,
+    schedules or pong; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
     """folder for the run folders that the pictures need"""
 
 
-def run_folders(runs, name, *flags):
-    """The finished run folders of the experiment `name`, made by ersac_tabular.py if they are missing."""
-    folders = sorted(Path(runs).glob(f"*__{name}__*"))
-    if not folders or not all((f / "result.json").exists() for f in folders):
-        command = [sys.executable, str(ROOT / "ersac_tabular.py"), "--exp-name", name, "--output-dir", runs]
-        subprocess.run([*command, *map(str, flags)], check=True)
-        folders = sorted(f for f in Path(runs).glob(f"*__{name}__*") if (f / "result.json").exists())
-    return folders
+def run_folder(runs, name, seed, *flags):
+    """The finished run folder of the experiment `name` and a seed, made by ersac_tabular.py if it is missing."""
+    finished = f"*__{name}__{seed}__*/result.json"
+    if not list(Path(runs).glob(finished)):
+        command = [sys.executable, ROOT / "ersac_tabular.py", "--exp-name", name, "--seed", seed, "--output-dir", runs]
+        subprocess.run(list(map(str, (*command, *flags))), check=True)
+    return sorted(Path(runs).glob(finished))[0].parent
 
 
 def metrics(folder):
@@ -70,10 +70,12 @@ def visitation(args):
     fig, axes = plt.subplots(2, 2, figsize=(7.5, 4.2), sharex="col")
     for column, env in enumerate(("MachineReplacement", "RiverSwim")):
         for i, (tau, (colour, label)) in enumerate(TAUS.items()):
-            flags = ("--env-id", env, "--expectile-tau", tau, "--dataset-size", 1000, "--total-updates", 1)
-            folders = run_folders(args.runs, f"visits-{env}-{tau}", *flags, "--num-seeds", 10, "--seed", 100)
-            visits = torch.stack([torch.load(f / "checkpoint.pt", weights_only=True)["visits"] for f in folders])
-            share = visits.sum((0, -1)) / visits.sum()  # [S, A]
+            P, R = tabular.riverswim() if env == "RiverSwim" else tabular.machine_replacement()
+            behaviour = tabular.expectile_value_iteration(P, R, tau, 0.9).argmax(-1)  # [S]
+            visits = np.zeros_like(P)  # of the ten data sets of 1000x, [S, A, S]
+            for seed in range(100, 110):
+                visits += tabular.collect(P, behaviour, 1000 * len(P), 0.1, 0.1, np.random.default_rng([seed, 0]))
+            share = visits.sum(-1) / visits.sum()  # [S, A]
             states = np.arange(1, len(share) + 1)
             axes[0, column].bar(states + 0.28 * (i - 1), share.sum(-1), 0.28, color=colour, label=label)
             axes[1, column].plot(states, share[:, 1] / share.sum(-1), "o-", ms=3, lw=1, color=colour)
@@ -152,8 +154,8 @@ def sets(args):
     """Box, hull and ellipsoid at three states, early and late in training, with the worst case as the policy varies."""
     fig, axes = plt.subplots(2, 3, figsize=(7.5, 5.0))
     for row, updates in enumerate((1, 1000)):
-        flags = ("--env-id", "MachineReplacement", "--total-updates", updates, "--seed", 100)
-        (folder,) = run_folders(args.runs, f"sets-{updates}", *flags)
+        flags = ("--env-id", "MachineReplacement", "--total-updates", updates)
+        folder = run_folder(args.runs, f"sets-{updates}", 100, *flags)
         checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
         for ax, state in zip(axes[row], (0, 4, 9)):
             draw_sets(ax, checkpoint["q"][:, state])
@@ -170,8 +172,8 @@ def curves(args):
     """Return and policy entropy during training, mean and standard error over ten seeds."""
     fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8))
     for kind, (colour, label) in SETS.items():
-        flags = ("--uncertainty-set", kind, "--expectile-tau", 0.1, "--seed", 100, "--num-seeds", 10)
-        runs = [metrics(f) for f in run_folders(args.runs, f"curves-{kind}", *flags)]
+        flags = ("--uncertainty-set", kind, "--expectile-tau", 0.1)
+        runs = [metrics(run_folder(args.runs, f"curves-{kind}", seed, *flags)) for seed in range(100, 110)]
         for ax, name in zip(axes, ("eval/normalized_return", "charts/policy_entropy")):
             y = np.stack([run[name] for run in runs])
             mean, error = y.mean(0), y.std(0, ddof=1) / np.sqrt(len(y))

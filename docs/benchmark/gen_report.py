@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
@@ -27,7 +28,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
-from gen_expectile_data import behaviour_env, network, play_episode  # noqa: E402
+from gen_expectile_data import network, play_episode  # noqa: E402
 
 ENVS, SEEDS, TAUS = ("CartPole-v1", "LunarLander-v3"), (1, 2, 3), (0.5, 0.1, 0.9)
 ACTIONS = {"CartPole-v1": ("left", "right"), "LunarLander-v3": ("none", "left", "main", "right")}
@@ -95,7 +96,7 @@ def train(env_id, seed, tau, folder, epsilon):
 
 def measure(env_id, seed, tau, path, episodes, epsilon):
     """A row of gen_policies.csv and the rows of gen_visitation.csv for one policy."""
-    env = behaviour_env(env_id)
+    env = gym.make(env_id)
     actor = network(env.observation_space.shape[0], int(env.action_space.n), 128, 0.01)
     actor.load_state_dict(torch.load(path, weights_only=True)["actor"])
     rng = np.random.default_rng([seed, 2026])

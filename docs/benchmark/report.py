@@ -213,7 +213,7 @@ def by_critics(fewer, paper):
 
 
 def runtime(rows):
-    """The paper's runtimes (s an epoch, LunarLander) and ours (ms an update), both relative to SAC-N."""
+    """The paper's runtimes (s per epoch, LunarLander) and ours (ms per update), both relative to SAC-N."""
     paper = {"SAC-N": 0.35, "CH-N": 0.42, "Ell_0.9-N": 0.56, "Ell-Epi": 0.60, "Ell-Epi*": 0.10}
     names = ("ensemble.py box", "ensemble.py hull", "ensemble.py ellipsoid", "epinet.py ell-epi, N indices")
     at = {(r["contender"].removeprefix("ersac_"), r["num_critics"]): r["ms_per_update"] for r in rows}
@@ -469,7 +469,7 @@ def gym_missing(rows):
             minutes = np.mean([r["seconds"] for r in done]) / 60 if done else math.nan
             table.append([env, m.replace("*", "\\*"), len(have), 27 - len(have), f"{minutes:.1f}"])
             table[-1].append(f"{(27 - len(have)) * minutes / 60:.1f}")
-    return markdown(["environment", "method", "runs here", "missing", "minutes a run", "hours of one core"], table)
+    return markdown(["environment", "method", "runs here", "missing", "minutes per run", "hours of one core"], table)
 
 
 def gym_tried(rows):
@@ -496,12 +496,12 @@ def charges(rows):
 
 
 def speed(rows):
-    """Milliseconds an update, and how that compares with SAC-N (box) at the same N; the Epinet's with N = 100."""
+    """Milliseconds per update, and how that compares with SAC-N (box) at the same N; the Epinet's with N = 100."""
     table = []
     for r in rows:
         N = r["num_critics"] if r["num_critics"] > 1 else ""
         table.append([r["contender"], N, f"{r['ms_per_update']:.1f}", f"{r['ratio_to_box']:.3g}"])
-    return markdown(["what", "N", "ms an update", "relative to box"], table)
+    return markdown(["what", "N", "ms per update", "relative to box"], table)
 
 
 def soak(rows, parts):
@@ -534,7 +534,7 @@ def atari_runs(rows, methods, tuning):
 
 
 def atari_curves(rows, methods):
-    """Greedy return during the reported runs, two episodes a cell, so that the last column is not the result."""
+    """Greedy return during the reported runs, two episodes per cell, so that the last column is not the result."""
     runs = {(r["algo"], r["seed"]): [] for r in rows if r["seed"] >= 100 and not r["lacking"]}
     for row in sorted(rows, key=lambda row: row["update"]):
         if (row["algo"], row["seed"]) in runs:

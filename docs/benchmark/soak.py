@@ -59,13 +59,7 @@ if __name__ == "__main__":
                     update = max([int(row["update"]) for row in csv.DictReader(metrics)], default=0)
             writer.writerow([f"{time.time() - started:.0f}", f"{cpu:.1f}", f"{rss:.1f}", update])
             f.flush()
-        said = None
-        while said is None:  # once more if it came before the training began and was not heard
-            process.send_signal(signal.SIGINT)
-            try:
-                said = process.communicate(timeout=20)[0]
-            except subprocess.TimeoutExpired:
-                pass
-        print(said.strip())
+        process.send_signal(signal.SIGINT)
+        print(process.communicate(timeout=60)[0].strip())
         if process.returncode != 130:
             sys.exit(f"{args.command}: ended with code {process.returncode} instead of 130, that of Ctrl-C.")

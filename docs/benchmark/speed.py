@@ -1,10 +1,14 @@
-"""Milliseconds an update, ours and others', in turn in one run: one thread, batch 256, 128x128, 8 inputs, 4 actions.
+"""Speed of the training scripts, ours and others', in turn in one run, on one thread.
 
-    OMP_NUM_THREADS=1 python docs/benchmark/speed.py
+    OMP_NUM_THREADS=1 python docs/benchmark/speed.py             networks: speed.csv
+    OMP_NUM_THREADS=1 python docs/benchmark/speed.py --atari     images: speed_atari.csv
 
-Ours is the script itself, started as a user would. The plain baseline is what one writes first: a Python loop over
-nn.Module critics with an optimiser each. d3rlpy is timed if it is there (requirements-speed.txt). Medians over rounds.
-All times are processor times, so that other programs on the machine hardly count.
+Networks: milliseconds per update at batch 256, 128x128, 8 inputs, 4 actions. The plain baseline is what one writes
+first: a Python loop over nn.Module critics with an optimiser each. d3rlpy is timed if it is there
+(requirements-speed.txt). Images: updates per second of the seven algorithms at batch 32 and 256, and 100 heads against
+one. Ours is the script itself, started as a user would on noise, because speed does not depend on what is learned: a
+short and a long run, the difference of their processor times. So neither the start nor other programs count. Medians
+over rounds.
 """
 
 import copy
@@ -33,43 +37,47 @@ B, H, D, A = 256, 128, 8, 4
 
 @dataclass
 class Args:
+    atari: bool = False
+    """time ersac_atari.py on images, in place of the scripts for vectors"""
     rounds: int = 5
     """every contender is timed this often, in turn"""
     updates: int = 30
-    """updates a round, after as many for warming up; cheap contenders do ten times as many"""
-    out: str = str(ROOT / "docs" / "benchmark" / "speed.csv")
-    """CSV with a row for every contender"""
+    """updates per round, after as many for warming up; cheap contenders do ten times as many"""
+    transitions: int = 3072
+    """images: transitions by which the long run is longer: 96 updates of 32, or 12 of 256"""
+    out: str | None = None
+    """CSV to write; None is docs/benchmark/speed.csv or speed_atari.csv"""
 
 
-def store_random_data(folder):
-    """Noise with LunarLander's shapes, for speed does not depend on what is learned; its environment ends at once."""
-    rng, os.environ["MINARI_DATASETS_PATH"] = np.random.default_rng(0), folder
-    T = 5000
-    episode = {"observations": rng.normal(size=(T + 1, D)).astype(np.float32), "actions": rng.integers(A, size=T)}
-    episode |= {"rewards": rng.normal(size=T), "terminations": np.arange(T) == T - 1, "truncations": np.zeros(T, bool)}
+def store_noise(obs, num_actions, env):
+    """One episode of noise, speed/noise-v0, whose environment ends after five steps."""
+    rng = np.random.default_rng(0)
+    T = len(obs) - 1
+    episode = {"observations": obs, "actions": rng.integers(num_actions, size=T), "rewards": rng.normal(size=T)}
+    episode |= {"terminations": np.arange(T) == T - 1, "truncations": np.zeros(T, bool)}
     with warnings.catch_warnings(action="ignore"):
-        buffers = [EpisodeBuffer(id=0, **episode)]
-        env = gym.make("LunarLander-v3", max_episode_steps=5)
-        minari.create_dataset_from_buffers("speed/noise-v0", buffers, env=env)
+        minari.create_dataset_from_buffers("speed/noise-v0", [EpisodeBuffer(id=0, **episode)], env=env)
+
+
+def processor_time(script, *flags):
+    """Seconds that one run of a script takes, from start to end, on one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / script, "--dataset-id", "speed/noise-v0", "--no-cuda"]
+        command += ["--output-dir", folder, "--eval-interval", 10**6, "--eval-episodes", 1, *flags]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(list(map(str, command)), check=True, capture_output=True, env=environment)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def ours(script, *flags, more=1):
-    """One run of a script with 2 n updates and one with n: the difference of their processor times, start excluded."""
-
-    def seconds(updates):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(ROOT / script), "--dataset-id", "speed/noise-v0", "--output-dir", folder]
-            command += ["--total-updates", updates, "--eval-interval", 10**6, "--checkpoint-interval", 10**6]
-            command += ["--eval-episodes", 1, "--batch-size", B, *flags]
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run(list(map(str, command)), check=True, capture_output=True, env=environment)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    """A run of a script with 2 n updates and one with n: milliseconds per update."""
 
     def measure(args):
         n = more * args.updates
-        return 1000 * (seconds(2 * n) - seconds(n)) / n
+        short, long = (processor_time(script, "--batch-size", B, *flags, "--total-updates", k * n) for k in (1, 2))
+        return 1000 * (long - short) / n
 
     return measure
 
@@ -148,9 +156,8 @@ def d3rlpy_sac(N):
     return measure
 
 
-if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    torch.set_num_threads(1)
+def networks(args):
+    """Milliseconds per update, a row for every contender: ours, the plain loop, d3rlpy."""
     contenders = {}
     for N, more in ((100, 1), (10, 10)):
         size = ("--num-critics", N)
@@ -169,17 +176,56 @@ if __name__ == "__main__":
     except ImportError:
         print("d3rlpy is not installed (docs/benchmark/requirements-speed.txt): left out")
         contenders = {key: measure for key, measure in contenders.items() if "d3rlpy" not in key[0]}
+    obs = np.random.default_rng(1).normal(size=(5001, D)).astype(np.float32)
+    store_noise(obs, A, gym.make("LunarLander-v3", max_episode_steps=5))
+    times = {key: [] for key in contenders}
+    for turn in range(args.rounds):
+        for key, measure in contenders.items():
+            times[key].append(measure(args))
+            print(f"round {turn + 1}: {key[0]}, N = {key[1]}: {times[key][-1]:.1f} ms", flush=True)
+    rows = [["contender", "num_critics", "ms_per_update", "ratio_to_box", "rounds"]]
+    for (name, N), values in times.items():
+        box = np.median(times["ersac_ensemble.py box", 100 if N == 1 else N])  # the Epinet against N = 100
+        rows.append([name, N, f"{np.median(values):.2f}", f"{np.median(values) / box:.4f}", args.rounds])
+    return rows
+
+
+def images(args):
+    """Updates per second of ersac_atari.py, a row for every algorithm, batch size and number of heads."""
+    import ale_py
+
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    gym.register_envs(ale_py)
+    env = gym.make("ALE/Pong-v5", repeat_action_probability=0.0, frameskip=4, max_episode_steps=5)
+    store_noise(np.random.default_rng(1).integers(256, size=(301, 210, 160, 3), dtype=np.uint8), 6, env)
+    heads_of = dict.fromkeys(("sac-n", "ersac-ch-n", "ersac-ell-n"), 100) | {"ersac-ell-epi-star": 1}
+    heads_of |= dict.fromkeys(("cql", "iql", "brac-bcq"), 2)
+    cells = [(algo, batch, heads) for batch in (32, 256) for algo, heads in heads_of.items()]
+    cells += [(algo, 256, 1) for algo, heads in heads_of.items() if heads == 100]
+    speeds = {cell: [] for cell in cells}
+
+    def seconds(algo, batch, heads, updates):
+        flags = ("--algo", algo, "--batch-size", batch, "--num-critics", heads, "--total-updates", updates)
+        return processor_time("ersac_atari.py", *flags, "--clone-updates", 0, "--critic-warmup", 0)
+
+    seconds("iql", 4, 1, 1)  # decodes the frames
+    for turn in range(args.rounds):
+        for cell in cells:
+            more = args.transitions // cell[1]
+            speeds[cell].append(more / (seconds(*cell, 4 + more) - seconds(*cell, 4)))
+            print(f"round {turn + 1}: {cell[0]}, batch {cell[1]}, heads {cell[2]}: {speeds[cell][-1]:.2f} per second")
+    rows = [["algo", "batch_size", "heads", "updates_per_second"]]
+    return rows + [[*cell, round(float(np.median(measured)), 3)] for cell, measured in speeds.items()]
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    torch.set_num_threads(1)
+    out = Path(args.out or ROOT / "docs" / "benchmark" / ("speed_atari.csv" if args.atari else "speed.csv"))
     with tempfile.TemporaryDirectory() as folder:
-        store_random_data(folder)
-        times = {key: [] for key in contenders}
-        for turn in range(args.rounds):
-            for key, measure in contenders.items():
-                times[key].append(measure(args))
-                print(f"round {turn + 1}: {key[0]}, N = {key[1]}: {times[key][-1]:.1f} ms", flush=True)
-    with open(args.out, "w", newline="") as f:
-        writer = csv.writer(f)
-        writer.writerow(["contender", "num_critics", "ms_per_update", "ratio_to_box", "rounds"])
-        for (name, N), values in times.items():
-            box = np.median(times["ersac_ensemble.py box", 100 if N == 1 else N])  # the Epinet against N = 100
-            writer.writerow([name, N, f"{np.median(values):.2f}", f"{np.median(values) / box:.4f}", args.rounds])
-    print(Path(args.out).read_text())
+        os.environ["MINARI_DATASETS_PATH"] = folder
+        rows = images(args) if args.atari else networks(args)
+    with open(f"{out}.tmp", "w", newline="") as f:
+        csv.writer(f, lineterminator="\n").writerows(rows)
+    os.replace(f"{out}.tmp", out)
+    print(out.read_text())

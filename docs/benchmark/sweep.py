@@ -1,11 +1,12 @@
-"""A grid of runs, environments x data sizes x taus x methods x seeds, several processes at a time, resumable.
+"""A grid of runs, data sets x methods x seeds, several processes at a time, resumable.
 
-    python docs/benchmark/sweep.py --envs LunarLander-v3 --sizes 100000 --methods Ell_0.9-N SAC-N BC --seeds 100 101 102
+    python docs/benchmark/sweep.py --sizes 10000 --methods "Ell-Epi*-own" SAC-N BC --seeds 100 101 102
 
-A finished run is one row of the CSV, written at once and skipped the next time; a run that a kill interrupted is made
-anew. What it logged on the way goes to a second CSV, whose name ends in _curves. --flags="--autotune" passes further
-arguments to the training scripts (not to cloning), part of a row's name. --datasets takes Minari ids in place of
-environments, sizes and taus, such as that of mix.py.
+Seed s learns from data set s, whatever the method, so that differences are paired and intervals contain the data;
+--one-dataset gives all seeds the same one. A finished run is one row of the CSV, written at once and skipped the next
+time; what it logged on the way goes to a second CSV, whose name ends in _curves. A run that fails is reported, the
+others go on, and the sweep exits with 1. --flags="--autotune" passes further arguments to the training scripts (not to
+the baselines); they are part of a row's name. --datasets takes Minari ids in place of environments, sizes and taus.
 """
 
 import csv
@@ -29,21 +30,64 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from ersac_ensemble import dataset_name  # noqa: E402
 
+# every flag of a method is spelled out, so that a row means the same when a default changes
+PAPER_N = "ersac_ensemble.py --targets shared --prior-scale 0 --input-scale 1 --total-updates 20000"
+OWN_N = "ersac_ensemble.py --targets own --prior-scale 30 --input-scale 3 --total-updates 10000"
+PAPER_EPI = "ersac_epinet.py --targets shared --head-input features --prior-scale 0.3 --noise-scale 0.01"
+PAPER_EPI += " --total-updates 20000"
+OWN_EPI = "ersac_epinet.py --targets own --head-input obs --input-scale 3 --prior-scale 3 --noise-scale 0.1"
+OWN_EPI += " --total-updates 10000"
 METHODS = {
-    "SAC-N": "ersac_ensemble.py --uncertainty-set box",
-    "CH-N": "ersac_ensemble.py --uncertainty-set hull",
-    "Ell-N": "ersac_ensemble.py --uncertainty-set ellipsoid --upsilon 1.0",
-    "Ell_0.9-N": "ersac_ensemble.py --uncertainty-set ellipsoid --upsilon 0.9",
-    "EDAC": "ersac_ensemble.py --uncertainty-set box --edac-eta 1.0",
-    "Ell-Epi": "ersac_epinet.py --method ell-epi",
-    "Ell-Epi*": "ersac_epinet.py --method ell-epi-star",
+    "SAC-N": f"{PAPER_N} --uncertainty-set box",
+    "CH-N": f"{PAPER_N} --uncertainty-set hull",
+    "Ell-N": f"{PAPER_N} --uncertainty-set ellipsoid --upsilon 1.0",
+    "Ell_0.9-N": f"{PAPER_N} --uncertainty-set ellipsoid --upsilon 0.9",
+    "EDAC": f"{PAPER_N} --uncertainty-set box --edac-eta 1.0",
+    "Box-N-own": f"{OWN_N} --uncertainty-set box",
+    "CH-N-own": f"{OWN_N} --uncertainty-set hull",
+    "Ell_0.9-N-own": f"{OWN_N} --uncertainty-set ellipsoid --upsilon 0.9",
+    "Ell-Epi": f"{PAPER_EPI} --method ell-epi --uncertainty-set ellipsoid --upsilon 0.9",
+    "Ell-Epi*": f"{PAPER_EPI} --method ell-epi-star --uncertainty-set ellipsoid --upsilon 0.9",
+    "Ell-Epi-own": f"{OWN_EPI} --method ell-epi --uncertainty-set ellipsoid --upsilon 0.9",
+    "Ell-Epi*-own": f"{OWN_EPI} --method ell-epi-star --uncertainty-set ellipsoid --upsilon 0.9",
+    "Box-Epi*-own": f"{OWN_EPI} --method ell-epi-star --uncertainty-set box --upsilon 0.9",
     "BC": "docs/benchmark/clone.py",
+    "BC-top": "docs/benchmark/clone.py --top 0.5",
+    "CQL": "docs/benchmark/cql.py",
 }
-COLUMNS = ("method", "env_id", "dataset_size", "expectile_tau", "seed", "flags", "dataset_id", "normalized_return")
-COLUMNS += ("best_return", "eval_return_mean", "eval_return_std", "random_return", "reference_return", "policy_entropy")
-COLUMNS += ("updates", "updates_per_second", "seconds", "training_entropy")
+BASELINES = ("BC", "BC-top", "CQL")
 KEY = ("method", "dataset_id", "seed", "flags")  # what names a run
-CURVES = ("update", "eval/return", "charts/policy_entropy", "charts/q_minus_return", "charts/std_data_actions")
+COLUMNS = (
+    *KEY,
+    "env_id",
+    "dataset_size",
+    "expectile_tau",
+    "early_fraction",
+    "normalized_return",
+    "best_return",
+    "eval_return_mean",
+    "eval_return_std",
+    "random_return",
+    "reference_return",
+    "policy_entropy",
+    "training_entropy",
+    "q_star_minus_return",
+    "updates",
+    "updates_per_second",
+    "seconds",
+    "commit",
+    "arguments",
+    "eval_returns",
+)
+CURVES = (
+    "update",
+    "eval/return",
+    "charts/policy_entropy",
+    "charts/q_minus_return",
+    "charts/q_star_minus_return",
+    "charts/q_gap",
+    "charts/std_data_actions",
+)
 
 
 @dataclass
@@ -54,49 +98,102 @@ class Args:
     """transitions in the data set"""
     taus: list[float] = field(default_factory=lambda: [0.5])
     """risk levels of the behaviour policy"""
+    early_fraction: float = 0.0
+    """share of the data from a policy stopped early in its training"""
     datasets: list[str] = field(default_factory=list)
     """Minari data sets, instead of environments, sizes and taus"""
-    methods: list[str] = field(default_factory=lambda: ["SAC-N", "CH-N", "Ell_0.9-N", "BC"])
+    methods: list[str] = field(default_factory=lambda: ["Ell-Epi*-own", "Ell_0.9-N-own", "BC"])
     """methods, by the names of METHODS"""
     seeds: list[int] = field(default_factory=lambda: [100, 101, 102, 103, 104])
     """seeds; 0 to 9 are for tuning, results are reported on 100 and up"""
+    one_dataset: bool = False
+    """all seeds learn from the same data set, that of --dataset-seed 1"""
     flags: str = ""
     """further arguments for the training scripts, as --flags="--hidden-dim 64" (with the equals sign)"""
     workers: int = 2
     """processes at a time, one thread each"""
-    out: str = str(ROOT / "docs" / "benchmark" / "gym.csv")
+    out: str = str(ROOT / "docs" / "benchmark" / "grid.csv")
     """CSV to append to"""
 
 
-def run(method, dataset_id, seed, flags, env, size, tau):
-    """One run: its row of the CSV and what it logged. Without an environment the data set is named instead."""
-    script, *words = METHODS[method].split()
+@dataclass
+class Cell:
+    """One run of the grid."""
+
+    method: str
+    dataset_id: str
+    seed: int
+    flags: str
+    data: dict  # the arguments that name the data set
+
+    def key(self):
+        return (self.method, self.dataset_id, str(self.seed), self.flags)
+
+
+def grid(args):
+    """All cells, seed by seed: a sweep that is stopped has whole seeds."""
+    cells = []
+    for seed in args.seeds:
+        sets = [{"dataset_id": name} for name in args.datasets]
+        if not sets:
+            for env_id, size, tau in itertools.product(args.envs, args.sizes, args.taus):
+                ours = {"env_id": env_id, "expectile_tau": tau, "dataset_size": size}
+                ours["early_fraction"] = args.early_fraction
+                ours["dataset_seed"] = 1 if args.one_dataset else seed
+                sets.append(ours)
+        for data, method in itertools.product(sets, args.methods):
+            dataset_id = data.get("dataset_id") or dataset_name(**data)
+            flags = "" if method in BASELINES else args.flags
+            cells.append(Cell(method, dataset_id, seed, flags, data))
+    return cells
+
+
+def run(cell, commit):
+    """One run: its row of the CSV and what it logged."""
+    script, *words = METHODS[cell.method].split()
+    words += ["--seed", str(cell.seed)]
+    for name, value in cell.data.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    words += shlex.split(cell.flags)
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / script), *words, "--seed", str(seed), "--output-dir", folder]
-        ours = ["--env-id", env, "--dataset-size", str(size), "--expectile-tau", str(tau)]
-        command += [*(ours if env else ["--dataset-id", dataset_id]), *shlex.split(flags)]
+        command = [sys.executable, str(ROOT / script), *words, "--output-dir", folder]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            raise RuntimeError(f"{script} {' '.join(words)} failed: {done.stderr.strip()[-500:]}")
         (path,) = Path(folder).glob("*/result.json")
-        row = json.loads(path.read_text())
+        result = json.loads(path.read_text())
+        arguments = json.loads((path.parent / "args.json").read_text())
         metrics = []
         if (path.parent / "metrics.csv").exists():
-            with open(path.parent / "metrics.csv", newline="") as f:
-                metrics = list(csv.DictReader(f))
-    row |= {"method": method, "dataset_size": size, "expectile_tau": tau, "flags": flags}
-    row |= {"seconds": time.time() - started, "best_return": None, "training_entropy": None}
+            metrics = list(csv.DictReader((path.parent / "metrics.csv").read_text().splitlines()))
+    for name in ("output_dir", "resume"):
+        arguments.pop(name, None)
+    row = {name: result.get(name) for name in COLUMNS}
+    row["method"] = cell.method
+    row["dataset_id"] = cell.dataset_id
+    row["seed"] = cell.seed
+    row["flags"] = cell.flags
+    for name in ("dataset_size", "expectile_tau", "early_fraction"):
+        row[name] = cell.data.get(name)
+    row["seconds"] = time.time() - started
+    row["commit"] = commit
+    row["arguments"] = json.dumps(arguments)
+    row["eval_returns"] = " ".join(f"{x:.1f}" for x in result["eval_returns"])
     if metrics:
-        row["best_return"] = max(float(r["eval/return"]) for r in metrics)
-        row["training_entropy"] = sum(float(r["charts/policy_entropy"]) for r in metrics) / len(metrics)
-    return {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS}, metrics
+        row["best_return"] = max(float(m["eval/return"]) for m in metrics)
+        row["training_entropy"] = sum(float(m["charts/policy_entropy"]) for m in metrics) / len(metrics)
+        row["q_star_minus_return"] = float(metrics[-1].get("charts/q_star_minus_return", "nan"))
+    for name, value in row.items():
+        if isinstance(value, float):
+            row[name] = round(value, 4)
+    return row, metrics
 
 
 def append(path, columns, rows):
     """Add rows, below a header if the file is new, in one write: another sweep may add to it too."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     if not path.exists():
         writer.writeheader()
     writer.writerows(rows)
@@ -104,35 +201,50 @@ def append(path, columns, rows):
         f.write(text.getvalue())
 
 
+def finished(path):
+    """Keys of the runs that are in the CSV. A line that a kill has cut in half is dropped."""
+    if not path.exists():
+        return set()
+    text = path.read_text()
+    if not text.endswith("\n"):
+        text = text[: text.rfind("\n") + 1]
+        path.with_suffix(".tmp").write_text(text)
+        os.replace(path.with_suffix(".tmp"), path)
+    rows = csv.DictReader(text.splitlines())
+    if tuple(rows.fieldnames) != COLUMNS:
+        sys.exit(f"{path} has other columns than this sweep writes; choose another --out.")
+    return {tuple(row[name] for name in KEY) for row in rows}
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     unknown = set(args.methods) - set(METHODS)
     if unknown:
         sys.exit(f"--methods {' '.join(sorted(unknown))}: choose from {', '.join(METHODS)}.")
-    path, rows, text = Path(args.out), [], ""
-    if path.exists():
-        text = path.read_text()
-        rows = list(csv.DictReader(text.splitlines()))
-        rows = rows if text.endswith("\n") else rows[:-1]  # a kill has left half a line
-    if not text.endswith("\n") or text.splitlines()[0] != ",".join(COLUMNS):  # new, cut or older
-        with open(f"{path}.tmp", "w", newline="") as f:
-            writer = csv.DictWriter(f, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(f"{path}.tmp", path)
-    have = {tuple(row[k] for k in KEY) for row in rows}
-    ours = [(dataset_name(e, t, n), e, n, t) for e, n, t in itertools.product(args.envs, args.sizes, args.taus)]
-    data = [(name, None, "", "") for name in args.datasets] or ours
-    grid = itertools.product(args.seeds, data, args.methods)
-    cells = [(m, name, s, args.flags if m != "BC" else "", *rest) for s, (name, *rest), m in grid]
-    todo = [cell for cell in cells if (*cell[:2], str(cell[2]), cell[3]) not in have]
+    path = Path(args.out)
+    have = finished(path)
+    cells = grid(args)
+    todo = [cell for cell in cells if cell.key() not in have]
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = described.stdout.strip()
+    failed = 0
+    bar = tqdm(total=len(cells), initial=len(cells) - len(todo), desc=path.stem, unit="run")
     with ThreadPoolExecutor(args.workers) as pool:
-        bar = tqdm(total=len(cells), initial=len(cells) - len(todo), desc=path.stem, unit="run")
-        for future in as_completed([pool.submit(run, *cell) for cell in todo]):
-            row, metrics = future.result()
-            log = [{k: row[k] for k in KEY} | {k: f"{float(m[k]):.5g}" for k in CURVES if k in m} for m in metrics]
-            append(path.with_name(f"{path.stem}_curves.csv"), (*KEY, *CURVES), log)
+        for future in as_completed([pool.submit(run, cell, commit) for cell in todo]):
+            try:
+                row, metrics = future.result()
+            except Exception as error:
+                failed += 1
+                tqdm.write(str(error), file=sys.stderr)
+                continue
+            curves = []
+            for logged in metrics:
+                values = {name: f"{float(logged[name]):.5g}" for name in CURVES if name in logged}
+                curves.append({name: row[name] for name in KEY} | values)
+            append(path.with_name(f"{path.stem}_curves.csv"), (*KEY, *CURVES), curves)
             append(path, COLUMNS, [row])
             bar.update()
             bar.set_postfix_str(f"{row['method']} seed {row['seed']}: {row['normalized_return']}")
     bar.close()
+    if failed:
+        sys.exit(f"{failed} runs failed; the same command tries them again.")

@@ -1,21 +1,24 @@
-"""The tabular experiments as one resumable command: every cell of a grid is one batched run of ersac_tabular.py.
+"""The tabular experiments as one resumable command: every cell and seed of a grid is one run of ersac_tabular.py.
 
     python docs/benchmark/tabular.py --grid paper
 
-A finished cell is appended to docs/benchmark/tabular_GRID.csv at once, one row a seed, and skipped the next time.
+A finished run is a row of docs/benchmark/tabular_GRID.csv, written at once and skipped the next time. Every worker
+process makes many runs, so that the imports are paid for once. A run that fails is reported, the others go on.
 """
 
+import contextlib
 import csv
+import io
 import itertools
 import json
+import multiprocessing
 import os
-import resource
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,17 +39,19 @@ SETTING += ("total_updates", "seed")
 RESULT = ("normalized_return", "normalized_return_stochastic", "normalized_return_state1")
 RESULT += ("normalized_return_stochastic_state1", "behaviour_normalized_return", "support_optimum", "policy_entropy")
 RESULT += ("lower_bound_rate", "coverage_rate", "eval_return_mean", "monte_carlo_return", "updates_per_second")
+COLUMNS = ("arguments", *SETTING, *RESULT, "commit")
 
 
 @dataclass
 class Args:
-    grid: Literal["paper", "no-bootstrap", "upsilon", "critics", "tuning"] = "paper"
+    grid: Literal["paper", "no-bootstrap", "upsilon", "critics", "targets", "tuning"] = "paper"
     """paper: the paper's table; no-bootstrap: the same data for every critic, trained to convergence; upsilon: smaller
-    shares of critics in the ellipsoid; critics: fewer of them; tuning: what was tried before the settings were fixed"""
+    shares of critics in the ellipsoid; critics: fewer of them; targets: one target for all critics or each its own, by
+    bootstrap and initial tables; tuning: what was tried before the settings were fixed"""
     workers: int = 2
     """processes at a time, one thread each"""
     num_seeds: int = 10
-    """seeds a cell, counted from 100 (from 0 for tuning)"""
+    """seeds per cell, counted from 100 (from 0 for tuning)"""
     out: str | None = None
     """CSV to append to; None is docs/benchmark/tabular_GRID.csv"""
 
@@ -58,13 +63,21 @@ def cells(grid):
         for env, size, tau, (kind, upsilon) in itertools.product(ENVS, SIZES, TAUS, SETS)
     ]
     little = [cell for cell in paper if cell["dataset_size"] == 10]
+    # larger steps reach the same fixed point sooner; initial tables below anything attainable
+    fast = dict(bootstrap=False, q_lr=0.1, polyak=0.05, total_updates=3000)
+    below = {"MachineReplacement": (-1010.0, -1000.0), "RiverSwim": (-10.0, 0.0)}
     if grid == "paper":
         return paper
-    if grid == "no-bootstrap":  # larger steps reach the same fixed point sooner
-        fast = dict(bootstrap=False, q_lr=0.1, polyak=0.05, total_updates=3000)
-        below = {"MachineReplacement": (-1010.0, -1000.0), "RiverSwim": (-10.0, 0.0)}  # worse than anything attainable
+    if grid == "no-bootstrap":
         pessimistic = [cell | fast | dict(prior=below[cell["env_id"]]) for cell in little]
         return pessimistic + [cell | fast for cell in little if cell["env_id"] == "RiverSwim"]
+    if grid == "targets":
+        found = []
+        for cell, targets in itertools.product(paper, ("shared", "own")):
+            if cell["dataset_size"] < 1000:
+                for data, prior in itertools.product(({}, fast), ({}, dict(prior=below[cell["env_id"]]))):
+                    found.append(cell | dict(targets=targets) | data | prior)
+        return found
     if grid == "upsilon":  # 0.9 and 1.0 are in the paper's grid
         ellipsoids = [cell for cell in little if cell["uncertainty_set"] == "ellipsoid" and cell["upsilon"] == 1.0]
         return [cell | dict(upsilon=u) for cell in ellipsoids for u in (0.1, 0.3, 0.5, 0.7)]
@@ -90,9 +103,10 @@ def support_optimum(env_id, visits, gamma, v_low):
     for _ in range(2000):
         q_best = (P * (R + gamma * best)).sum(-1)
         best = q_best.max(-1)
-    policies = np.stack([pi, np.full_like(pi, 1 / P.shape[1]), np.eye(P.shape[1])[q_best.argmax(-1)]])
-    value, random, optimal = policy_value(P, R, policies, gamma).mean(-1)
-    return 100 * (value - random) / (optimal - random)
+    uniform = np.full_like(pi, 1 / P.shape[1])
+    optimal = np.eye(P.shape[1])[q_best.argmax(-1)]
+    value, low, high = (policy_value(P, R, policy, gamma).mean() for policy in (pi, uniform, optimal))
+    return 100 * (value - low) / (high - low)
 
 
 def flags(cell):
@@ -107,48 +121,68 @@ def flags(cell):
     return " ".join(words)
 
 
-def run(name, args):
-    """One batched run of ersac_tabular.py, as rows for the CSV."""
-    seed = 0 if args.grid == "tuning" else 100
+def run(name, seed, commit):
+    """One run of ersac_tabular.py in this process, as a row for the CSV; or what went wrong, as a string."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "ersac_tabular.py"), *name.split(), "--eval-interval=1000"]
-        command += [f"--output-dir={folder}", f"--num-seeds={args.num_seeds}", f"--seed={seed}"]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        rows = []
-        for path in sorted(Path(folder).glob("*/result.json")):
-            result, used = json.loads(path.read_text()), json.loads((path.parent / "args.json").read_text())
-            visits = torch.load(path.parent / "checkpoint.pt", weights_only=True)["visits"].numpy()
-            result["support_optimum"] = support_optimum(used["env_id"], visits, used["gamma"], used["prior"][0])
-            row = {k: used[k] for k in SETTING} | {k: result[k] for k in RESULT}
-            rows.append({"arguments": name} | {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
-        return rows
+        sys.argv = ["ersac_tabular.py", "--targets", "shared", *name.split()]  # what comes later counts
+        sys.argv += ["--seed", str(seed), "--eval-interval", "1000", "--output-dir", folder]
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                runpy.run_path(str(ROOT / "ersac_tabular.py"), run_name="__main__")
+        except SystemExit as stop:
+            if stop.code == 130:  # Ctrl-C
+                raise
+            return f"{name} --seed {seed}: {stop.code} {said.getvalue().strip()[-500:]}"
+        except Exception as error:
+            return f"{name} --seed {seed}: {type(error).__name__}: {error}"
+        (path,) = Path(folder).glob("*/result.json")
+        result = json.loads(path.read_text())
+        used = json.loads((path.parent / "args.json").read_text())
+        visits = torch.load(path.parent / "checkpoint.pt", weights_only=True)["visits"].numpy()
+    result["support_optimum"] = support_optimum(used["env_id"], visits, used["gamma"], used["prior"][0])
+    row = {"arguments": name} | {k: used[k] for k in SETTING} | {k: result[k] for k in RESULT} | {"commit": commit}
+    return {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     path = Path(args.out or ROOT / "docs" / "benchmark" / f"tabular_{args.grid.replace('-', '_')}.csv")
+    first = 0 if args.grid == "tuning" else 100
     names = [flags(cell) for cell in cells(args.grid)]
-    rows = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
-    count = Counter(row["arguments"] for row in rows)
-    if any(n > args.num_seeds for n in count.values()):
-        sys.exit(f"{path} holds cells of more than {args.num_seeds} seeds; choose another --out.")
-    rows = [row for row in rows if count[row["arguments"]] == args.num_seeds]  # a kill may leave half a cell
+    text = path.read_text() if path.exists() else ""
+    rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # without a line that a kill cut in half
+    have = {(row["arguments"], int(row["seed"])) for row in rows}
+    tasks = list(itertools.product(names, range(first, first + args.num_seeds)))
+    todo = [task for task in tasks if task not in have]
+    if not todo:
+        print(f"{path}: all {len(tasks)} runs are there")
+        sys.exit()
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = described.stdout.strip()
     with open(f"{path}.tmp", "w", newline="") as f:
-        writer = csv.DictWriter(f, ["arguments", *SETTING, *RESULT])
+        writer = csv.DictWriter(f, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     os.replace(f"{path}.tmp", path)
-    todo = [name for name in names if count[name] != args.num_seeds]
+    os.environ["OMP_NUM_THREADS"] = "1"
     started = time.time()
-    with ThreadPoolExecutor(args.workers) as pool, open(path, "a", newline="") as f:
-        bar = tqdm(total=len(names), initial=len(names) - len(todo), desc=f"{args.grid} grid", unit="cell")
-        for future in as_completed([pool.submit(run, name, args) for name in todo]):
-            csv.DictWriter(f, ["arguments", *SETTING, *RESULT]).writerows(future.result())
-            f.flush()
+    failed = 0
+    bar = tqdm(total=len(tasks), initial=len(tasks) - len(todo), desc=f"{args.grid} grid", unit="run")
+    pool = ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn"))
+    try:
+        for future in as_completed([pool.submit(run, name, seed, commit) for name, seed in todo]):
+            row = future.result()
+            if isinstance(row, str):
+                failed += 1
+                tqdm.write(row, file=sys.stderr)
+                continue
+            with open(path, "a", newline="") as f:
+                csv.DictWriter(f, COLUMNS, lineterminator="\n").writerow(row)
             bar.update()
+    finally:
+        pool.shutdown(cancel_futures=True)
     bar.close()
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = f"{time.time() - started:.0f} s, {usage.ru_utime + usage.ru_stime:.0f} s of processor time"
-    print(f"{len(todo)} cells of {args.num_seeds} seeds in {spent} -> {path}")
+    print(f"{len(todo) - failed} runs in {time.time() - started:.0f} s -> {path}")
+    if failed:
+        sys.exit(f"{failed} runs failed; the same command tries them again.")

@@ -1,74 +1,92 @@
-"""Faults that tests/test_epinet.py must notice, see tests/test_mutants.py: (what to replace, by what, in words)."""
+"""Faults of ersac_epinet.py that its tests must notice: what to replace, by what, and the fault in words."""
 
 FAULTS = [
     (
-        "worst_case(target, s_next, log_pi.exp(), z)",
-        "worst_case(critic, s_next, log_pi.exp(), z)",
-        "the target comes from the critic itself, not from the target critic",
+        "return_to_go = 0.0 if episode.terminations[-1] else math.nan",
+        "return_to_go = 0.0",
+        "returns of truncated episodes count as known",
+    ),
+    ("    if args.normalize_obs:\n", "    if True:\n", "--no-normalize-obs has no effect"),
+    ("next_obs = (next_obs - obs_mean) / obs_std", "next_obs = next_obs + 0", "s_next is not normalised"),
+    (
+        "    reward_scale = 1.0\n",
+        "    reward_scale = 10.0 / returns[returns.isfinite()].square().mean().sqrt().item()\n",
+        "--return-scale None has no effect",
+    ),
+    ("else psi.detach()", "else psi", "the stochastic heads move the features"),
+    (
+        "target_critic = copy.deepcopy(critic).requires_grad_(False)\n",
+        "target_critic = copy.deepcopy(critic).requires_grad_(False)\n    target_critic.input_scale = 1.0\n",
+        "--input-scale for the critic and not for its target",
     ),
     (
-        "robust_target(r, ended, log_pi.exp()",
-        "robust_target(r, 0 * ended, log_pi.exp()",
-        "terminations are ignored",
+        "target_critic = copy.deepcopy(critic).requires_grad_(False)\n",
+        "target_critic = copy.deepcopy(critic).requires_grad_(False)\n    target_critic.prior_scale = 0.0\n",
+        "a prior in the critic and not in its target",
+    ),
+    ('"weight_decay": 2 * args.lambda_sigma', '"weight_decay": 2 * args.lambda_mu', "--lambda-mu for --lambda-sigma"),
+    ("math.sqrt(chi2.ppf(args.upsilon, A))", "chi2.ppf(args.upsilon, A)", "closed form: no square root in the radius"),
+    ("chi2.ppf(args.upsilon, A)", "chi2.ppf(0.9, A)", "closed form: --upsilon has no effect"),
+    ("chi2.ppf(args.upsilon, A)", "chi2.ppf(args.upsilon, args.index_dim)", "degrees of freedom of the index"),
+    ("(network.sample(obs, z), pi, args.upsilon)", "(network.sample(obs, z), pi, 0.9)", "sampled: --upsilon ignored"),
+    (
+        '        if args.uncertainty_set == "box":\n            return',
+        '        if args.uncertainty_set != "box":\n            return',
+        "box and ellipsoid are swapped",
     ),
     (
-        "(next_obs - obs_mean) / obs_std",
-        "next_obs",
-        "next observations are not normalised",
+        "torch.randint(len(obs), (args.batch_size,)",
+        "torch.randint(args.batch_size, (args.batch_size,)",
+        "minibatches of the first transitions only",
+    ),
+    ("worst_case(target_critic, s_next, pi, z)", "worst_case(critic, s_next, pi, z)", "shared: no target critic"),
+    ("sigma_bar = target_critic(s_next)", "sigma_bar = critic(s_next)", "own: no target critic"),
+    ("worst_case(target_critic, s_next, pi, z)", "worst_case(target_critic, s, pi, z)", "shared: s, not s_next"),
+    ("target_critic.sample(s_next, z)", "target_critic.sample(s, z)", "own, sampled: s in place of s_next"),
+    (
+        "worst_case(target_critic, s_next, pi, z)",
+        "worst_case(target_critic, s_next, torch.full_like(pi, 1 / A), z)",
+        "the target's worst case is that of the uniform policy",
+    ),
+    ('            if args.targets == "shared":\n', "            if True:\n", "own targets are shared"),
+    ('            if args.targets == "shared":\n', "            if False:\n", "shared targets are own"),
+    (
+        "spread = propagated_spread(ended, pi, sigma_bar, args.gamma)",
+        "spread = 0.0",
+        "own targets lack the propagated spread",
+    ),
+    ("gamma * (1 - terminated)[:, None] * torch", "gamma * torch", "spread beyond a termination"),
+    ("robust_target(r, ended,", "robust_target(r, 0 * ended,", "terminations are ignored"),
+    ("q_next, alpha, args.gamma)", "q_next, alpha, 0.99)", "--gamma has no effect on the targets"),
+    ("a, y, c[index], args.noise_scale", "a, y, c[: len(index)], args.noise_scale", "directions of other transitions"),
+    ("q_loss = (q - y - noise)", "q_loss = (q - y)", "sampled: the noise is left out"),
+    (
+        "q_star = worst_case(critic, s, pi, z)",
+        "q_star = worst_case(target_critic, s, pi, z)",
+        "the actor's worst case from the target critic",
     ),
     (
-        "a, y, c[index], args.noise_scale)",
-        "a, y, c[: len(index)], args.noise_scale)",
-        "closed form: the directions of the first transitions in place of the minibatch's",
-    ),
-    (
-        "y + args.noise_scale * (z @ c[index].T)",
-        "y + 0 * (z @ c[index].T)",
-        "sampled form: the noise is left out",
-    ),
-    (
-        "self.mean(psi), self.stochastic(psi.detach())",
-        "self.mean(psi), self.stochastic(psi)",
-        "the stochastic head moves the features",
-    ),
-    (
-        "(args.lambda_sigma, (critic.learnable,))",
-        "(args.lambda_mu, (critic.learnable,))",
-        "--lambda-sigma is ignored",
-    ),
-    (
-        "        with torch.no_grad():\n            q_star = worst_case(critic, s, pi, z)  # [B, A]\n",
-        "",
-        "the actor's worst case is the target's, of the next states and from before the critic's step",
+        "        q_optimizer.step()\n\n"
+        "        # actor update against the worst case of the updated critic, and entropy coefficient\n"
+        "        log_pi = actor(s).log_softmax(-1)  # [B, A]\n"
+        "        pi = log_pi.exp()\n"
+        "        with torch.no_grad():\n"
+        "            q_star = worst_case(critic, s, pi, z)  # [B, A]\n",
+        "        log_pi = actor(s).log_softmax(-1)  # [B, A]\n"
+        "        pi = log_pi.exp()\n"
+        "        with torch.no_grad():\n"
+        "            q_star = worst_case(critic, s, pi, z)  # [B, A]\n"
+        "        q_optimizer.step()\n",
+        "the actor's worst case from before the critic's step",
     ),
     (
         "pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean()",
         "pi_loss = -actor_loss(pi, log_pi, q_star, alpha).mean()",
         "the actor climbs the wrong way",
     ),
-    (
-        "(h - args.target_entropy * math.log(A))",
-        "(args.target_entropy * math.log(A) - h)",
-        "the entropy coefficient moves the wrong way",
-    ),
-    (
-        "list(target.parameters()), list(critic.parameters()), args.polyak)",
-        "list(target.parameters()), list(critic.parameters()), 1 - args.polyak)",
-        "the target critic follows at 1 - polyak",
-    ),
-    (
-        "math.sqrt(chi2.ppf(args.upsilon, A)) if star",
-        "math.sqrt(chi2.ppf(args.upsilon, args.index_dim)) if star",
-        "the radius counts the indices, not the actions",
-    ),
-    (
-        '"charts/q_minus_return": (q_data - followed)[known].mean()',
-        '"charts/q_minus_return": (q_data - followed.nan_to_num()).mean()',
-        "q_minus_return takes an unknown return for 0",
-    ),
-    (
-        "args.eval_episodes, 10**6 * (args.seed + 1) + 10**5,",
-        "args.eval_episodes, 10**6 * (args.seed + 1),",
-        "the final episodes are not fresh",
-    ),
+    ("        policy_optimizer.step()\n", "", "the actor is never stepped"),
+    ("p_target.lerp_(p, args.polyak)", "p.lerp_(p_target, args.polyak)", "the critic follows its target"),
+    ("p_target.lerp_(p, args.polyak)", "pass", "the target critic is never updated"),
+    ("(q_star[taken] - returns[index])", "(mu[taken] - returns[index])", "q_star_minus_return from the mean"),
+    ("10**6 * (args.seed + 1) + 10**5", "10**6 * (args.seed + 1)", "the final episodes are those in between"),
 ]
