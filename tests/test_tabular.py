@@ -797,36 +797,6 @@ def test_tracking_sends_the_rows_and_the_result(run, load, monkeypatch, clock):
     assert len(runs) == 2 and runs[1].finished and runs[1].summary == load(moved).result
 
 
-def test_tracking_sends_the_rows_and_the_result(run, load, monkeypatch, clock):
-    """A stand-in for W&B, through an interruption after which the run folder gets another name."""
-    runs = []
-
-    class Tracked:
-        def __init__(self, **names):
-            self.names, self.rows, self.summary, self.finished = names, [], {}, False
-            runs.append(self)
-
-        def log(self, row, step):
-            self.rows.append((step, dict(row)))
-
-        def finish(self):
-            self.finished = True
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Tracked))
-    clock.interrupt_at = 18
-    own = ("--wandb-project-name", "mine", "--wandb-entity", "me", "--uncertainty-set", "hull", "--num-critics", 5)
-    (folder,) = run("ersac_tabular", *SHORT, *own, "--track").folders
-    assert len(runs) == 1 and runs[0].names["config"]["num_critics"] == 5 and not runs[0].finished
-    moved = folder.rename(folder.with_name("moved"))
-    assert run("ersac_tabular", "--resume", moved).code == 0
-    for tracked in runs:
-        expected = dict(project="mine", entity="me", name=folder.name, id=folder.name, resume="allow")
-        assert expected.items() <= tracked.names.items() and "ERSAC-CH-N" in tracked.names["group"]
-    assert [step for tracked in runs for step, _ in tracked.rows] == [10, 20, 30]
-    assert [row for tracked in runs for _, row in tracked.rows] == read_rows(moved)
-    assert len(runs) == 2 and runs[1].finished and runs[1].summary == load(moved).result
-
-
 def test_killed_run_resumes_to_the_same_bits(tmp_path, run, load):
     """SIGKILL at random moments, three times in a row, of a real process."""
     flags = ["--total-updates", 1500, "--eval-interval", 50, "--seed", 8]
