@@ -208,6 +208,10 @@ def datasets(tmp_path_factory):
     store("test/lander-v0", lander_episodes(8), gym.make("LunarLander-v3"), ref_min_score=-200.0, ref_max_score=260.0)
     chain = gym.make("test/Chain-v0")
     store("test/chain-v0", chain_episodes(203, 0), chain, ref_min_score=-14.0, ref_max_score=25.0)
+    # what a data set declares and its transitions do not show: an action nobody took, short evaluations, a score of 0
+    three = [dict(e, actions=np.minimum(e["actions"], 2)) for e in chain_episodes(203, 0)]
+    short = gym.make("test/Chain-v0", max_episode_steps=1)
+    store("test/declared-v0", three, chain, eval_env=short, ref_min_score=0.0, ref_max_score=25.0)
     store("test/chain-large-v0", chain_episodes(3000, 1), chain, ref_min_score=-14.0, ref_max_score=25.0)
     broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
     store("test/nan-v0", broken, env)

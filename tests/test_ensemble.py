@@ -474,6 +474,18 @@ def test_data_without_an_end_and_without_reference_scores(run, load, endless):
     assert math.isnan(row["charts/q_minus_return"])
 
 
+def test_what_the_data_set_declares_counts(run, load, datasets, monkeypatch):
+    """An action that no transition took, an evaluation environment of its own, a reference score of 0."""
+    step, steps = conftest.Chain.step, []
+    monkeypatch.setattr(conftest.Chain, "step", lambda env, action: (steps.append(action), step(env, action))[1])
+    done = run("ersac_ensemble", *command(BASE | {"dataset_id": "test/declared-v0"}))
+    assert done.code == 0, done.err
+    result = load(done.folders[0]).result
+    assert done.states[-1]["actor"]["net.4.weight"].shape[0] == 4
+    assert len(steps) == 2 + 2 + 25  # two evaluations in between and the last one, an episode is one step
+    assert result["normalized_return"] == pytest.approx(100 * result["eval_return_mean"] / 25)
+
+
 def test_an_environment_without_a_time_limit_gets_one():
     if "test/Forever-v0" not in gym.registry:
         gym.register("test/Forever-v0", "conftest:Chain")

@@ -477,6 +477,17 @@ def test_no_return_is_known_and_no_reference_score(run, load, odd_data):
     assert "normalized return" not in done.out
 
 
+def test_what_the_data_set_declares_counts(run, load, datasets, monkeypatch):
+    """An action that no transition took, an evaluation environment of its own, a reference score of 0."""
+    step, steps = Chain.step, []
+    monkeypatch.setattr(Chain, "step", lambda env, action: (steps.append(action), step(env, action))[1])
+    done = ran(run("ersac_epinet", *command_line(OPTIONS | dict(dataset_id="test/declared-v0"))))
+    result = load(done.folders[0]).result
+    assert done.states[-1]["actor"]["net.4.weight"].shape[0] == A
+    assert len(steps) == 2 + 2 + 23  # two evaluations in between and the last one, an episode is one step
+    assert result["normalized_return"] == pytest.approx(100 * result["eval_return_mean"] / 25)
+
+
 def test_rewards_that_are_all_zero(run, odd_data):
     done = ran(run("ersac_epinet", *command_line(OPTIONS | dict(dataset_id="test/chain-zero-v0"))))
     assert math.isfinite(metrics(done.folders[0])[-1]["losses/critic_loss"])

@@ -465,16 +465,26 @@ def test_a_tau_trains_its_critic_first_and_its_actor_from_the_ninth_rollout(run,
     s, env_id = settings(finish_steps=9 * 4096, num_resamples=2), "CartPole-v1"
     torch.manual_seed(5)
     start = fresh_network((4, 8, 8, 2), 0.1), fresh_network((4, 8, 8, 3), 1.0)
-    for level in ("start", "tau50"):
-        put_policy(tmp_path / "mine", env_id, level, s, *(in_float32(net) for net in start), estimator="resample")
-    flags = ("--env-id", env_id, "--expectile-tau", 0.8, "--dataset-size", 9, "--policy-dir", "mine", *flags_of(s))
+    put_policy(tmp_path / "mine", env_id, "start", s, *map(in_float32, start), estimator="resample")
+    neutral = in_float32(fresh_network((4, 8, 8, 2), 1.0))
+    put_policy(tmp_path / "mine", env_id, "tau50", s, neutral, estimator="resample")
+    flags = ("--env-id", env_id, "--expectile-tau", 0.8, "--dataset-size", 60, "--policy-dir", "mine", *flags_of(s))
     done = run("gen_expectile_data", *flags, "--estimator", "resample", "--eval-episodes", 2, "--floor", -1e9)
     assert done.code == 0, done.err
     rows, actor, _ = plain_training(env_id, 0.8, s, start, resampled=True)
     assert abs(rows[7][-1]) < 1e-12 and rows[8][-1] > 1e-5  # divergence from the policy of the rollout: none, then some
-    check_training(done.folders[0], tmp_path / "mine", s, "cartpole-tau80", rows, actor)
+    policy = check_training(done.folders[0], tmp_path / "mine", s, "cartpole-tau80", rows, actor)
+    net = in_float64(policy["actor"])
+    score = plain_score(env_id, net, 2, [3, 4, 8])
+    assert score != 7 and policy["greedy_return"] == pytest.approx(score)
     result = json.loads((done.folders[0] / "result.json").read_text())
+    assert result["policy_greedy_return"] == pytest.approx(score)
     assert (result["ref_min_score"], result["ref_max_score"]) == (-5, 7)  # those of the neutral policy that is kept
+    about = minari.load_dataset("ersac/cartpole/tau80-60-v0").storage.metadata
+    assert f"greedy return {score:.1f}" in about["description"]
+    assert (about["ref_min_score"], about["ref_max_score"]) == (-5, 7)
+    episodes = plain_collection(env_id, net, 60, s.epsilon, 1)
+    assert same([columns for _, columns in episodes], arrays("ersac/cartpole/tau80-60-v0"))
 
 
 class Ledge(gym.Env):

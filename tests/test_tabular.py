@@ -324,6 +324,7 @@ def plain_run(setting):
         moments={"exp_avg": m, "exp_avg_sq": v},
         rows=rows,
         result=result,
+        episodes=episodes,
     )
 
 
@@ -432,8 +433,7 @@ def test_result_equals_the_plain_one(both):
     got, plain, flags = both
     result, last = got.result, plain.rows[-1]
     assert result.keys() == plain.result.keys() | {"updates_per_second", "eval_returns"}
-    returns = result["eval_returns"]
-    assert len(returns) == result["eval_episodes"] and np.mean(returns) == pytest.approx(result["monte_carlo_return"])
+    assert result["eval_returns"] == pytest.approx(plain.episodes, rel=1e-8, abs=1e-9)
     for name, expected in plain.result.items():
         number = isinstance(expected, float)
         assert result[name] == (pytest.approx(expected, rel=1e-8, abs=1e-9) if number else expected), name
@@ -453,13 +453,23 @@ def test_the_settings_can_tell_right_from_wrong():
     assert not unseen["box, all pairs seen"] and sum(unseen.values()) == len(SETTINGS) - 1
 
 
-def test_a_tiny_gradient_moves_the_actor_as_far_as_a_large_one(run):
-    """Adam's first step has the size of its learning rate, if eps is far below the gradient: here some 1e-11."""
-    flags = "--gamma 0 --alpha 0 --epsilon 0 --prior 5 5.000000001 --num-critics 1 --policy-lr 0.25"
+@pytest.mark.parametrize("step", [0.25, 40.0])
+def test_a_tiny_gradient_moves_the_actor_as_far_as_a_large_one(run, step):
+    """Adam's first step has the size of its learning rate, if eps is far below the gradient: here some 1e-11. Nothing
+    bounds the logits."""
+    flags = f"--gamma 0 --alpha 0 --epsilon 0 --prior 5 5.000000001 --num-critics 1 --policy-lr {step}"
     done = run("ersac_tabular", *flags.split(), "--total-updates", 1, "--eval-episodes", 1)
     last = done.states[-1]
     seen = last["visits"].sum((1, 2)) > 0
-    assert seen.sum() > 5 and last["logits"][seen].abs().numpy() == pytest.approx(0.25, rel=1e-6)
+    assert seen.sum() > 5 and last["logits"][seen].abs().numpy() == pytest.approx(step, rel=1e-6)
+
+
+@pytest.mark.parametrize("value, rate", [(2.4999, 1.0), (2.5001, 0.05)])
+def test_the_lower_bound_rate_has_no_slack(run, load, value, rate):
+    """One table that never learns, random play, gamma 0: the value is 2.5 in all states but the last, near 40 there."""
+    flags = f"--gamma 0 --alpha 0 --q-lr 1e-300 --policy-lr 1e-9 --uncertainty-set box --num-critics 1 --prior {value}"
+    done = run("ersac_tabular", *flags.split(), value, "--total-updates", 1, "--eval-episodes", 1)
+    assert load(done.folders[0]).result["lower_bound_rate"] == pytest.approx(rate)
 
 
 def test_sampled_returns_have_the_exact_mean_and_spread(run, load):
