@@ -264,7 +264,7 @@ def make_eval_env(dataset, env_id, video_folder=None):
 class EnsembleCritic(nn.Module):
     """N independent critics with two hidden layers. forward(obs [B, D]) -> q [N, B, A]"""
 
-    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim, layer_norm=True, block=5):
+    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim, layer_norm=True, block=10):
         super().__init__()
         self.layer_norm = layer_norm
         self.block = block  # critics at a time: their activations fit into the cache
@@ -282,9 +282,7 @@ class EnsembleCritic(nn.Module):
         q = []
         layers = [p.split(self.block) for p in (*self.weights, *self.biases)]
         for w1, w2, w3, b1, b2, b3 in zip(*layers):  # n critics at a time
-            n, D, H = w1.shape
-            h = obs @ w1.transpose(0, 1).reshape(D, n * H)  # a shared input: one product, [B, n H]
-            h = self.activate(h.view(-1, n, H).transpose(0, 1) + b1)  # [n, B, H]
+            h = self.activate(torch.baddbmm(b1, obs.expand(len(w1), -1, -1), w1))  # [n, B, H]
             h = self.activate(torch.baddbmm(b2, h, w2))  # [n, B, H]
             q.append(torch.baddbmm(b3, h, w3))  # [n, B, A]
         return torch.cat(q)  # [N, B, A]
