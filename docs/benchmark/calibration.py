@@ -94,8 +94,8 @@ def evaluate_fixed(size, tau, targets, seed, commit):
     for upsilon in UPSILONS:
         if targets == "shared":
             q = train(upsilon)
-        covered = inside(truth, q, "ellipsoid", upsilon).numpy()  # [S]
-        bound = ((pi * worst_case_ellipsoid(q, pi, upsilon)).sum(-1).numpy() <= v + 1e-9).astype(float)  # [S]
+        covered = inside(truth, q, "ellipsoid", upsilon, 0.01).numpy()  # [S]; up to 0.01, as in ersac_tabular.py
+        bound = ((pi * worst_case_ellipsoid(q, pi, upsilon)).sum(-1).numpy() <= v + 0.01).astype(float)  # [S]
         row = [size, tau, targets, upsilon, seed, covered.mean(), bound.mean()]
         row += [covered[seen].mean(), bound[seen].mean(), seen.mean(), commit]
         rows.append([round(x, 6) if isinstance(x, float) else x for x in row])

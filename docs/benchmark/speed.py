@@ -8,9 +8,9 @@ Networks: milliseconds per update at batch 256, 128x128, 8 inputs, 4 actions. Th
 first: a Python loop over nn.Module critics with an optimiser each. d3rlpy is timed if it is there
 (requirements-speed.txt). The floor is the matrix products of an update and nothing else. Growth: the same against
 critics, minibatch and actions. Images: updates per second of the seven algorithms at batch 32 and 256, and 100 heads
-against one. Ours is the script itself, started as a user would on noise, because speed does not depend on what is learned: a
-short and a long run, the difference of their processor times. So neither the start nor other programs count. Medians
-over rounds.
+against one. Ours is the script itself, started as a user would on noise, because speed does not depend on what is
+learned: a short and a long run, the difference of their processor times. So neither the start nor other programs count.
+Medians over rounds.
 """
 
 import copy
