@@ -229,33 +229,36 @@ def test_a_tabular_grid_makes_what_is_missing_and_reproduces_the_committed_row(t
     assert done.returncode == 0 and "all 360 runs are there" in done.stdout
 
 
-def fixed_point(targets, p_hat, n, prior, pi, R, gamma, upsilon):
-    """What the critics converge to, in numpy: exact backups where a critic has data, its initial table elsewhere."""
-    N, S, A, _ = p_hat.shape
-    q = prior.copy()
-    for _ in range(400):
-        if targets == "own":
-            v = np.stack([(pi * q[i]).sum(-1) for i in range(N)])  # [N, S]
-        else:
-            v = np.tile([rates_at(q[:, s], pi[s], upsilon)[0] for s in range(S)], (N, 1))
-        backup = np.stack([(p_hat[i] * (R + gamma * v[i])).sum(-1) for i in range(N)])
-        q = np.where(n > 0, backup, prior)
+def plain_critics(targets, p_hat, n, prior, pi, R, upsilon, updates):
+    """The critics after some updates with a fixed policy, in numpy, critic by critic and state by state."""
+    N, S, _, _ = p_hat.shape
+    q, target = prior.copy(), prior.copy()
+    for _ in range(updates):
+        v = np.stack([(pi * target[i]).sum(-1) for i in range(N)])  # [N, S]
+        if targets == "shared":
+            v = np.tile([rates_at(target[:, s], pi[s], upsilon)[0] for s in range(S)], (N, 1))
+        for i in range(N):
+            q[i] += (1 - 0.99 ** n[i]) * ((p_hat[i] * (R + 0.9 * v[i])).sum(-1) - q[i])
+            target[i] += 0.02 * (q[i] - target[i])
     return q
 
 
 def rates_at(points, pi, upsilon):
     """Robust value of one state's points [N, A], their mean, covariance and squared radius."""
     mu = points.mean(0)
-    sigma = np.cov(points.T, bias=True) + 1e-12 * np.eye(len(mu))  # where all critics agree
+    sigma = np.cov(points.T, bias=True)
+    sigma += (1e-12 * np.trace(sigma) / len(mu) + 1e-300) * np.eye(len(mu))  # where critics agree on an action
     distances = [(x - mu) @ np.linalg.solve(sigma, x - mu) for x in points]
     radius2 = sorted(distances)[int(np.ceil(upsilon * len(points) - 1e-9)) - 1]
     return pi @ mu - np.sqrt(radius2 * (pi @ sigma @ pi)), mu, sigma, radius2
 
 
-@pytest.mark.parametrize("targets, upsilon", [("own", 0.5), ("own", 0.9), ("shared", 0.9)])
-def test_calibration_of_a_fixed_policy_against_exact_backups(targets, upsilon, monkeypatch):
+@pytest.mark.parametrize("targets, upsilon, updates", [("own", 0.5, 6000), ("own", 0.9, 150), ("shared", 0.3, 150)])
+def test_calibration_of_a_fixed_policy_against_plain_loops(targets, upsilon, updates):
     calibration = runpy.run_path(str(BENCHMARK / "calibration.py"))
     calibration["UPSILONS"][:] = [upsilon]
+    tabular_args = calibration["Tabular"]
+    calibration["evaluate_fixed"].__globals__["Tabular"] = lambda: tabular_args(total_updates=updates)
     ((size, tau, kind, level, seed, coverage, bound, *_),) = calibration["evaluate_fixed"](100, 0.5, targets, 3, "abc")
     assert (size, tau, kind, level, seed) == (100, 0.5, targets, upsilon, 3)
     tables = importlib.import_module("ersac_tabular")
@@ -269,7 +272,13 @@ def test_calibration_of_a_fixed_policy_against_exact_backups(targets, upsilon, m
     p_hat = resamples / np.maximum(n, 1)[..., None]
     prior = np.random.default_rng([3, 2]).uniform(R.min() / 0.1, R.max() / 0.1, (100, S, A))
     pi = np.where(np.arange(A) == behaviour[:, None], 0.95, 0.05)
-    q = fixed_point(targets, p_hat, n, prior, pi, R, 0.9, upsilon)
+    if updates == 6000:  # converged: exact backups of every critic, where it has data
+        q = prior.copy()
+        for _ in range(400):
+            v = (pi * q).sum(-1)
+            q = np.where(n > 0, np.stack([(p_hat[i] * (R + 0.9 * v[i])).sum(-1) for i in range(100)]), prior)
+    else:
+        q = plain_critics(targets, p_hat, n, prior, pi, R, upsilon, updates)
     v = np.zeros(S)
     for _ in range(400):
         truth = (P * (R + 0.9 * v)).sum(-1)
@@ -280,5 +289,5 @@ def test_calibration_of_a_fixed_policy_against_exact_backups(targets, upsilon, m
         gap = np.sign(truth[s] - mu) * np.maximum(np.abs(truth[s] - mu) - 0.01, 0)
         inside.append(gap @ np.linalg.solve(sigma, gap) <= radius2)
         below.append(value <= v[s] + 0.01)
-    assert 0 < sum(below) and 0 < sum(inside) + (targets == "shared")  # the comparison says something
+    assert 0 < sum(below) < S and 0 < sum(inside) < S  # the comparison says something
     assert coverage == pytest.approx(np.mean(inside)) and bound == pytest.approx(np.mean(below))
