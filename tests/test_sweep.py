@@ -253,7 +253,7 @@ def rates_at(points, pi, upsilon):
     return pi @ mu - np.sqrt(radius2 * (pi @ sigma @ pi)), mu, sigma, radius2
 
 
-@pytest.mark.parametrize("targets, upsilon, updates", [("own", 0.5, 6000), ("own", 0.9, 150), ("shared", 0.3, 150)])
+@pytest.mark.parametrize("targets, upsilon, updates", [("own", 0.5, 6000), ("own", 0.9, 150), ("shared", 0.8, 150)])
 def test_calibration_of_a_fixed_policy_against_plain_loops(targets, upsilon, updates):
     calibration = runpy.run_path(str(BENCHMARK / "calibration.py"))
     calibration["UPSILONS"][:] = [upsilon]
@@ -289,5 +289,6 @@ def test_calibration_of_a_fixed_policy_against_plain_loops(targets, upsilon, upd
         gap = np.sign(truth[s] - mu) * np.maximum(np.abs(truth[s] - mu) - 0.01, 0)
         inside.append(gap @ np.linalg.solve(sigma, gap) <= radius2)
         below.append(value <= v[s] + 0.01)
-    assert 0 < sum(below) < S and 0 < sum(inside) < S  # the comparison says something
+    assert 0 < sum(below) < S  # the comparison says something
+    assert targets == "shared" or 0 < sum(inside) < S  # sets of shared targets hold the truth nowhere
     assert coverage == pytest.approx(np.mean(inside)) and bound == pytest.approx(np.mean(below))
