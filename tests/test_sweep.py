@@ -131,6 +131,8 @@ def test_any_data_set_by_its_id(sweep):
     assert all(flag(c, "env-id") is None and flag(c, "dataset-id") == "my/set-v0" for c in done.commands)
     assert [r["dataset_id"] for r in done.rows] == ["my/set-v0"] * 2 and done.rows[0]["dataset_size"] == ""
     assert sweep.call(*flags).commands == []
+    done = sweep.call("--datasets", "my/set-s{seed}-v0", "--methods", "BC", "--seeds", 7, 8)
+    assert [flag(c, "dataset-id") for c in done.commands] == ["my/set-s7-v0", "my/set-s8-v0"]
 
 
 def test_a_failed_run_is_reported_and_the_rest_finishes(sweep):
@@ -177,7 +179,7 @@ def test_methods_spell_out_flags_that_exist(method, monkeypatch):
         assert words in ([], ["--top", "0.5"])
         return
     needed = {"targets", "uncertainty-set", "prior-scale", "total-updates"}
-    needed |= {"method", "head-input", "noise-scale"} if "epinet" in script else {"input-scale"}
+    needed |= {"method", "head-input", "noise-scale", "q-lr", "policy-lr"} if "epinet" in script else {"input-scale"}
     needed |= {"upsilon"} if args.uncertainty_set == "ellipsoid" else set()
     assert needed <= {word[2:] for word in words}
     assert (args.targets == "own") == method.endswith("-own")
