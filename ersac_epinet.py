@@ -107,9 +107,9 @@ class Args:
     """width of the two hidden layers"""
     gamma: float = 0.99
     """discount factor in [0, 1)"""
-    q_lr: float = 1e-3
+    q_lr: float = 5e-4
     """Adam step size of the critic"""
-    policy_lr: float = 1e-3
+    policy_lr: float = 5e-4
     """Adam step size of the actor and of the entropy coefficient"""
     anneal_lr: bool = True
     """let all step sizes fall linearly to 0, so that the last policy is a settled one"""

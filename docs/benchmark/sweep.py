@@ -37,7 +37,7 @@ OWN_N = "ersac_ensemble.py --targets own --prior-scale 30 --input-scale 3 --tota
 PAPER_EPI = "ersac_epinet.py --targets shared --head-input features --prior-scale 0.3 --noise-scale 0.01"
 PAPER_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
 OWN_EPI = "ersac_epinet.py --targets own --head-input obs --input-scale 3 --prior-scale 3 --noise-scale 0.1"
-OWN_EPI += " --q-lr 1e-3 --policy-lr 1e-3 --total-updates 10000"
+OWN_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 10000"
 METHODS = {
     "SAC-N": f"{PAPER_N} --uncertainty-set box",
     "CH-N": f"{PAPER_N} --uncertainty-set hull",
