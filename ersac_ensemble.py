@@ -120,14 +120,12 @@ class Args:
 
 # ===== Files, checkpoints, tracking
 def write_file(folder, name, content):
-    """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
+    """Write bytes under a temporary name and rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
     try:
         os.makedirs(folder, exist_ok=True)
         with open(path + ".tmp", "wb") as f:
             f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except OSError as error:
         sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
@@ -143,17 +141,15 @@ def write_metrics(folder, rows):
 def load_checkpoint(args, script):
     """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
-    if not os.path.isfile(path):
-        sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-    except Exception as error:
-        sys.exit(f"{path} is damaged ({type(error).__name__}); start a new run.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
-        sys.exit(f"{path} was not written by {script}; resume it with the script that did.")
-    if checkpoint["args"].keys() != asdict(args).keys():
-        sys.exit(f"{path} was written by another version of {script}; start a new run.")
-    stored = checkpoint["args"]
+        stored = checkpoint["args"]
+        fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
+    except Exception:
+        fits = False
+    if not fits:
+        why = f"was not written by {script} but by another version or script"
+        sys.exit(f"{path} is missing, is damaged, or {why}; start a new run.")
     for word in sys.argv[1:]:
         flag = word.split("=")[0].replace("_", "-")
         if flag in ("--eval-episodes", "--capture-video", "--total-updates", "--resume"):
@@ -246,13 +242,10 @@ def load_transitions(dataset, gamma):
     return obs, action.long(), reward.float(), next_obs, terminated.float(), returns.float()
 
 
-def make_eval_env(dataset, env_id, video_folder=None):
-    """The environment to evaluate in: --env-id, or the one that a foreign data set recovers."""
+def make_eval_env(dataset, video_folder=None):
+    """The environment that the data set names for evaluation."""
     mode = {"render_mode": "rgb_array"} if video_folder else {}
-    if env_id:
-        env = gym.make(env_id, **mode)
-    else:
-        env = dataset.recover_environment(eval_env=True, **mode)
+    env = dataset.recover_environment(eval_env=True, **mode)
     if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
         env = gym.wrappers.TimeLimit(env, 10_000)
     if video_folder:
@@ -421,34 +414,23 @@ if __name__ == "__main__":
         checkpoint, args = load_checkpoint(args, script)
 
     # ----- arguments: the mistakes that people make
-    if min(args.total_updates, args.batch_size, args.hidden_dim) < 1:
-        sys.exit("--total-updates, --batch-size, --hidden-dim: each at least 1.")
-    if min(args.eval_interval, args.eval_episodes) < 1:
-        sys.exit("--eval-interval, --eval-episodes: each at least 1.")
-    if args.num_critics < 1:
-        sys.exit(f"--num-critics {args.num_critics}: it must be at least 1.")
+    if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
+        sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
     if not 0 < args.upsilon <= 1:
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
-    if args.edac_eta < 0 or (args.edac_eta > 0 and args.uncertainty_set != "box"):
-        sys.exit(f"--edac-eta {args.edac_eta}: at least 0, and with --uncertainty-set box only.")
-    if args.edac_eta > 0 and (args.targets == "own" or args.prior_scale > 0):
-        sys.exit("--edac-eta: EDAC has shared targets and no prior; add --targets shared --prior-scale 0.")
+    if args.edac_eta > 0 and (args.uncertainty_set, args.targets, args.prior_scale) != ("box", "shared", 0):
+        sys.exit("--edac-eta: EDAC has the set box, shared targets and no prior (--prior-scale 0).")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
-    if not (args.q_lr > 0 and args.policy_lr > 0 and 0 < args.polyak <= 1):
-        sys.exit("--q-lr, --policy-lr: above 0; --polyak: above 0 and at most 1.")
-    if args.return_scale is not None and args.return_scale <= 0:
-        sys.exit(f"--return-scale {args.return_scale}: it must be above 0, or None.")
-    if args.alpha < 0 or (args.autotune and args.alpha == 0):
-        sys.exit(f"--alpha {args.alpha}: it must be at least 0, and above 0 with --autotune.")
+    if args.autotune and args.alpha <= 0:
+        sys.exit(f"--alpha {args.alpha}: with --autotune it must be above 0.")
     if not args.dataset_id and args.env_id not in gym.registry:
         sys.exit(f"--env-id {args.env_id}: Gymnasium knows no such environment.")
     if checkpoint and args.total_updates < checkpoint["update"]:
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # the networks are too small to share
+    torch.set_num_threads(1)  # the networks are too small to share
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
     generator = torch.Generator().manual_seed(args.seed)  # minibatches
@@ -566,7 +548,7 @@ if __name__ == "__main__":
     if not checkpoint:
         save(0)
     track = start_tracking(args, run_name, f"{args.env_id} {method}")
-    env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
+    env = make_eval_env(dataset)
 
     # ----- training
     tick, tick_update = time.time(), start
@@ -659,8 +641,7 @@ if __name__ == "__main__":
 
     # ----- final evaluation: the last policy, on fresh episodes
     if args.capture_video:
-        video = os.path.join(folder, "video")
-        env = make_eval_env(dataset, None if args.dataset_id else args.env_id, video)
+        env = make_eval_env(dataset, os.path.join(folder, "video"))
     first_seed = 10**6 * (args.seed + 1) + 10**5
     scores = evaluate(actor, env, args.eval_episodes, first_seed, obs_mean, obs_std)
     env.close()

@@ -486,17 +486,27 @@ def test_what_the_data_set_declares_counts(run, load, datasets, monkeypatch):
     assert result["normalized_return"] == pytest.approx(100 * result["eval_return_mean"] / 25)
 
 
+class Named:
+    """A data set that names an environment."""
+
+    def __init__(self, env_id):
+        self.env_id = env_id
+
+    def recover_environment(self, eval_env):
+        return gym.make(self.env_id)
+
+
 def test_an_environment_without_a_time_limit_gets_one():
     if "test/Forever-v0" not in gym.registry:
         gym.register("test/Forever-v0", "conftest:Chain")
-    env, steps, done = make_eval_env(None, "test/Forever-v0"), 0, False
+    env, steps, done = make_eval_env(Named("test/Forever-v0")), 0, False
     env.reset(seed=0)
     while not done:
         _, _, terminated, done, _ = env.step(2)  # action 2 waits for ever
         assert not terminated
         steps += 1
     assert steps == 10_000
-    env = make_eval_env(None, "test/Chain-v0")
+    env = make_eval_env(Named("test/Chain-v0"))
     assert env.spec.max_episode_steps == 10
 
 
@@ -876,18 +886,11 @@ def test_wandb_gets_what_the_run_folder_gets(run, load, datasets, monkeypatch):
 BAD = [
     ("--upsilon 0", "upsilon"),
     ("--upsilon 1.5", "upsilon"),
-    ("--num-critics 0", "num-critics"),
     ("--gamma 1", "gamma"),
-    ("--alpha -1", "alpha"),
     ("--alpha 0 --autotune", "alpha"),
-    ("--edac-eta -1", "edac-eta"),
     ("--edac-eta 1", "box"),
     ("--edac-eta 1 --uncertainty-set box --targets own", "shared targets"),
     ("--edac-eta 1 --uncertainty-set box --prior-scale 1", "no prior"),
-    ("--return-scale 0", "return-scale"),
-    ("--q-lr 0", "q-lr"),
-    ("--batch-size 0", "batch-size"),
-    ("--hidden-dim 0", "hidden-dim"),
     ("--total-updates 0", "total-updates"),
     ("--uncertainty-set ball", "uncertainty-set"),
     ("--resume nowhere", "nowhere"),

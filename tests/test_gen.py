@@ -266,7 +266,7 @@ def plain_resample(env_id, roll, number, epsilon, rng):
 
 
 def plain_training(env_id, tau, s, start=None, resampled=False):
-    """A round of training: a row of metrics for each rollout, actor and critic. A tau begins where the neutral start
+    """A training: a row of metrics for each rollout, actor and critic. A tau begins where the neutral start
     ended, and its first eight rollouts leave the actor alone."""
     env = make(env_id)
     D, A = env.observation_space.shape[0], int(env.action_space.n)
@@ -1084,17 +1084,17 @@ def interruption(steps):
     return call
 
 
-def test_a_bad_policy_is_trained_for_three_rounds_and_not_stored(run, tmp_path):
+def test_a_bad_policy_is_not_stored(run, tmp_path):
     flags = ("--env-id", "test/Chain-v0", "--dataset-size", 10, "--policy-dir", "mine", *flags_of(settings()))
     rates = []
     with before_every_step(lambda optimizer: rates.append(optimizer.param_groups[0]["lr"])):
         done = run("gen_expectile_data", *flags, *FEW, "--floor", 31)
-    assert rates == pytest.approx(3 * (32 * [0.004] + 32 * [0.002]))  # annealed in each round
-    assert done.code == 1 and "below the floor 31 after three rounds" in done.err.splitlines()[-1]
-    assert done.out.count("the floor is 31") == 3  # it went on before it gave up
+    assert rates == pytest.approx(32 * [0.004] + 32 * [0.002])  # annealed
+    assert done.code == 1 and "below the floor, not stored" in done.err.splitlines()[-1]
+    assert done.out.count("the floor is 31") == 1
     assert not list(tmp_path.glob("mine/*")) and not list(tmp_path.glob("minari/*"))
     with open(done.folders[0] / "metrics.csv") as f:
-        assert [row["env_steps"] for row in csv.DictReader(f)] == [str(4096 * i) for i in range(1, 7)]
+        assert [row["env_steps"] for row in csv.DictReader(f)] == [str(4096 * i) for i in (1, 2)]
 
 
 def test_floors(run, tmp_path):
@@ -1263,18 +1263,12 @@ BAD = [
     ("--env-id Blackjack-v1", "vector"),
     ("--dataset-size 0", "dataset-size"),
     ("--dataset-size many", "dataset-size"),
-    ("--seed -1", "seed"),
-    ("--dataset-seed -1", "dataset-seed"),
     ("--epsilon 1.5", "epsilon"),
     ("--epsilon nan", "epsilon"),
     ("--early-fraction -0.1", "early-fraction"),
     ("--estimator guess", "estimator"),
-    ("--num-resamples 1", "num-resamples"),
-    ("--start-steps 0", "start-steps"),
-    ("--finish-steps 0", "finish-steps"),
     ("--early-fraction nan", "early-fraction"),
     ("--early-fraction 0.5 --expectile-tau 0.9", "early policy"),
-    ("--hidden-dim 0", "hidden-dim"),
     ("--gamma 1", "gamma"),
     ("--eval-episodes 0", "eval-episodes"),
     ("--grid", "grid"),

@@ -92,7 +92,7 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
     speed = args.total_updates / (time.time() - started)
-    env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
+    env = make_eval_env(dataset)
     scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)

@@ -119,7 +119,7 @@ if __name__ == "__main__":
         show_progress=False,
     )
     speed = args.total_updates / (time.time() - started)
-    env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
+    env = make_eval_env(dataset)
     policy = Greedy(algo, A)
     scores = evaluate(policy, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
     low = dataset.storage.metadata.get("ref_min_score")
