@@ -14,8 +14,11 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -23,12 +26,14 @@ from typing import Literal
 
 import ale_py
 import gymnasium as gym
+import h5py
 import minari
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from minari.storage import get_dataset_path
 from PIL import Image
 from scipy.stats import chi2
 from tqdm import tqdm
@@ -90,7 +95,7 @@ class Args:
     cql_weight: float = 1.0
     """weight of CQL's penalty"""
     iql_expectile: float = 0.7
-    """expectile of IQL's value regression, in (0, 1)"""
+    """expectile of IQL's values: above 0.5 leans to good outcomes, unlike --expectile-tau elsewhere"""
     iql_beta: float = 3.0
     """inverse temperature of IQL's advantage weights"""
     bcq_threshold: float = 0.3
@@ -160,7 +165,7 @@ def load_checkpoint(args, script):
     path = os.path.join(args.resume, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-        stored = checkpoint["args"]
+        stored = dict(checkpoint["args"])
         fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
     except Exception:
         fits = False
@@ -176,31 +181,47 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, group):
+def start_tracking(args, run_name, dataset_id, label):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
-    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    script = os.path.basename(__file__)
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
+    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
     try:
         import wandb
 
-        return wandb.init(**place, **run, config=asdict(args))
+        return wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            group=f"{dataset_id} {label} {script}",
+            tags=[label, script],
+            name=run_name,
+            id=run_name,
+            config=asdict(args) | resolved,
+            save_code=True,
+            resume="allow",
+            reinit="create_new",
+        )
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
 
 
 # ===== The data: frames once each, stacked when a batch is drawn; the environment to evaluate in
-def find_atari_dataset(args):
-    """The data set to learn from, downloaded if it is not here."""
-    dataset_id = args.dataset_id or f"atari/{args.env_id.lower()}/expert-v0"
+def open_dataset(dataset_id):
+    """A Minari data set, downloaded if it is not on this machine."""
+    if not re.search(r"-v\d+$", dataset_id):
+        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in minigrid/fourrooms-v0.")
+    here = get_dataset_path(dataset_id).exists()
     try:
         return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
         why = " ".join(str(error).split())[:150] or type(error).__name__
-        state = f"neither here nor downloaded, or damaged ({why})"
-        sys.exit(f"{dataset_id}: {state}; see record_atari.py in docs.")
+        if here:
+            sys.exit(f"{dataset_id}: damaged ({why}); `minari delete {dataset_id}` and try again.")
+        sys.exit(f"{dataset_id}: not on this machine, and no download over the network ({why}).")
 
 
 def decode(frame):
@@ -221,32 +242,47 @@ def check_spaces(dataset):
         sys.exit(f"{name} names no environment, so no policy could be evaluated.")
 
 
+def stored_episodes(dataset):
+    """Frames, actions, rewards and terminations of every episode. Minari would decode an episode whole, up to
+    2.7 GB of pixels; of an HDF5 file we read a frame at a time."""
+    path = os.path.join(dataset.storage.data_path, "main_data.hdf5")
+    if not os.path.exists(path):  # Arrow or Parquet
+        for episode in dataset.iterate_episodes():
+            yield episode.observations, episode.actions, episode.rewards, episode.terminations
+        return
+    with h5py.File(path) as file:
+        for i in dataset.episode_indices:
+            episode = file[f"episode_{i}"]
+            columns = [episode[name][:] for name in ("actions", "rewards", "terminations")]
+            yield episode["observations"], *columns
+
+
 def decode_episodes(dataset, folder):
     """Write frames.npy, all frames once, [T + 1 per episode, 84, 84], and columns.npz: for every
     transition the numbers of its frame and of its episode's first one, action, reward, terminated."""
     name = dataset.spec.dataset_id
     shape = (int(dataset.total_steps + dataset.total_episodes), 84, 84)
-    frames = np.lib.format.open_memmap(os.path.join(folder, "frames.npy"), "w+", np.uint8, shape)
     at = 0
     columns = []
-    episodes = int(dataset.total_episodes)
-    for episode in tqdm(dataset.iterate_episodes(), "decoding", episodes, unit="episode"):
-        T = len(episode.rewards)
-        reward = np.float32(episode.rewards)
-        if not len(episode.observations) - 1 == len(episode.actions) == T:
-            sys.exit(f"{name}: episode {episode.id} needs T + 1 observations, T of all else.")
-        if not np.isfinite(reward).all():
-            sys.exit(f"{name} holds rewards that are not finite.")
-        for t in range(T + 1):
-            frames[at + t] = decode(episode.observations[t])
-        number = at + np.arange(T)
-        first = np.full(T, at)
-        action = np.int64(episode.actions)
-        terminated = np.float32(episode.terminations)
-        columns.append((number, first, action, reward, terminated))
-        at += T + 1
+    with open(os.path.join(folder, "frames.npy"), "wb") as f:
+        header = {"shape": shape, "fortran_order": False, "descr": "|u1"}
+        np.lib.format.write_array_header_1_0(f, header)
+        episodes = tqdm(stored_episodes(dataset), "decoding", len(dataset), unit="episode")
+        for raw, action, reward, terminated in episodes:
+            T = len(reward)
+            if not len(raw) - 1 == len(action) == T:
+                sys.exit(f"{name}: an episode needs T + 1 observations, T of all else.")
+            if not np.isfinite(reward).all():
+                sys.exit(f"{name} holds rewards that are not finite.")
+            for frame in raw:
+                if frame.ndim == 1:  # a JPEG file
+                    frame = np.asarray(Image.open(io.BytesIO(frame)))
+                f.write(decode(frame).tobytes())
+            number = at + np.arange(T)
+            first = np.full(T, at)
+            columns.append((number, first, np.int64(action), np.float32(reward), np.float32(terminated)))
+            at += T + 1
     np.savez(os.path.join(folder, "columns.npz"), *map(np.concatenate, zip(*columns)))
-    frames.flush()
 
 
 def load_frames(dataset, cache_dir):
@@ -264,14 +300,10 @@ def load_frames(dataset, cache_dir):
             os.makedirs(temporary)
             decode_episodes(dataset, temporary)
             os.rename(temporary, cache)
-        except OSError as error:
-            if error.strerror and not os.path.isdir(cache):  # it is there if another run was faster
-                why = error.strerror
-                sys.exit(f"{parent}: cannot keep frames there ({why}); choose another --cache-dir.")
-            if not os.path.isdir(cache):
-                sys.exit(f"{name}: cannot be read ({error}); `minari delete {name}`, try again.")
         except Exception as error:
-            sys.exit(f"{name}: cannot be read ({error}); `minari delete {name}`, try again.")
+            if not os.path.isdir(cache):  # it is there if another run was faster
+                what = f"{name} cannot be decoded into {parent} ({error})"
+                sys.exit(f"{what}; choose another --cache-dir, or `minari delete {name}` and try again.")
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     frames = np.load(os.path.join(cache, "frames.npy"), mmap_mode="r")
@@ -529,7 +561,9 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = tyro.cli(Args, description=__doc__)
+    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
+    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
@@ -553,6 +587,9 @@ if __name__ == "__main__":
         sys.exit(f"--env-id {args.env_id}: it must be one of {games}; or give a --dataset-id.")
     if checkpoint and args.total_updates < checkpoint["update"]:
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
+    if checkpoint and args.anneal_lr and args.total_updates > checkpoint["args"]["total_updates"]:
+        left = 1 - checkpoint["update"] / args.total_updates
+        print(f"The run is extended: step sizes start again at {left:.0%} of their first values and fall to 0.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # the same numbers whatever the machine
@@ -561,7 +598,8 @@ if __name__ == "__main__":
     generator = torch.Generator().manual_seed(args.seed)  # minibatches
 
     # ----- data: frames stay on disk and in the page cache, a batch is moved to the device as bytes
-    dataset = find_atari_dataset(args)
+    dataset = open_dataset(args.dataset_id or f"atari/{args.env_id.lower()}/expert-v0")
+    dataset_id = dataset.spec.dataset_id
     frames, frame, first, action, reward, terminated = load_frames(dataset, args.cache_dir)
     reward = reward.clamp(-1, 1)  # for learning only
     reward, discount, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
@@ -611,6 +649,9 @@ if __name__ == "__main__":
 
     # ----- run folder: new, or as the checkpoint left it
     method = METHODS[algo]
+    label = method.removeprefix("ERSAC-")  # as the docs write it
+    if algo == "ersac-ell-n" and args.upsilon < 1:
+        label = f"Ell_{args.upsilon:g}-N"
     parts = {
         "critic": critic,
         "target": target_critic,
@@ -624,7 +665,7 @@ if __name__ == "__main__":
     if checkpoint:
         folder = os.path.normpath(args.resume)
         if fingerprint != checkpoint["data"]:
-            sys.exit(f"{folder}: {dataset.spec.dataset_id} has changed since; start a new run.")
+            sys.exit(f"{folder}: {dataset_id} has changed since; start a new run.")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
@@ -649,6 +690,7 @@ if __name__ == "__main__":
             "script": script,
             "args": asdict(replace(args, resume=None)),
             "data": fingerprint,
+            "num_actions": A,
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -656,7 +698,10 @@ if __name__ == "__main__":
 
     if not checkpoint:
         save(0)
-    track = start_tracking(args, run_name, f"{env_id} {method}")
+    track = start_tracking(args, run_name, dataset_id, label)
+    for row in rows:
+        if track and row["update"] >= track.step:  # what a killed run had not yet sent
+            track.log(row, step=row["update"])
     envs = [make_atari_env(dataset) for _ in range(min(args.eval_episodes, 10))]
 
     # ----- cloned start: the critic then judges a policy that the data know
@@ -808,8 +853,9 @@ if __name__ == "__main__":
     result = {
         "script": script,
         "method": method,
+        "label": label,
         "env_id": env_id,
-        "dataset_id": dataset.spec.dataset_id,
+        "dataset_id": dataset_id,
         "seed": args.seed,
         "updates": args.total_updates,
         "updates_per_second": np.mean([row["charts/updates_per_second"] for row in rows]),
@@ -826,9 +872,15 @@ if __name__ == "__main__":
     write_file(folder, "result.json", json.dumps(result, indent=2).encode())
     if track:
         track.summary.update(result)
+        if args.capture_video:
+            import wandb
+
+            film = os.path.join(folder, "video", "rl-video-episode-0.mp4")
+            track.log({"video": wandb.Video(film, format="mp4")})
         track.finish()
-    played = f"over {args.eval_episodes} episodes"
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} {played}")
+    played = f"return {scores.mean():.1f} over {len(scores)} episodes"
+    print(f"{script}, {label} on {dataset_id}: {played}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0 random, 100 the recorded policy)")
+        scale = f"0 is a return of {low:.1f} and 100 one of {high:.1f}, the data set's reference scores"
+        print(f"normalized return {normalized:.1f} ({scale})")
     print(f"run folder: {folder}")

@@ -11,7 +11,10 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from bisect import bisect
@@ -45,7 +48,7 @@ class Args:
     dataset_size: int = 10
     """transitions per state; the paper has 10, 100 and 1000"""
     expectile_tau: float = 0.5
-    """risk level of the behaviour policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
+    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL counts the other way)"""
     epsilon: float = 0.1
     """probability that the behaviour policy takes a uniformly random action"""
     reset_prob: float = 0.1
@@ -110,7 +113,7 @@ def load_checkpoint(args, script):
     path = os.path.join(args.resume, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-        stored = checkpoint["args"]
+        stored = dict(checkpoint["args"])
         fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
     except Exception:
         fits = False
@@ -126,16 +129,29 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, group):
+def start_tracking(args, run_name, dataset_id, label):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
-    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    script = os.path.basename(__file__)
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
+    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
     try:
         import wandb
 
-        return wandb.init(**place, **run, config=asdict(args))
+        return wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            group=f"{dataset_id} {label} {script}",
+            tags=[label, script],
+            name=run_name,
+            id=run_name,
+            config=asdict(args) | resolved,
+            save_code=True,
+            resume="allow",
+            reinit="create_new",
+        )
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -346,7 +362,9 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = tyro.cli(Args, description=__doc__)
+    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
+    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
@@ -413,6 +431,9 @@ if __name__ == "__main__":
     method = names[args.uncertainty_set]
     if args.targets == "own":  # SAC-N has one target for all critics; the box with own targets is another method
         method = "ERSAC-Box-N-own" if args.uncertainty_set == "box" else f"{method}-own"
+    label = method.removeprefix("ERSAC-")  # as the docs write it
+    if args.uncertainty_set == "ellipsoid" and args.upsilon < 1:
+        label = label.replace("Ell-N", f"Ell_{args.upsilon:g}-N")
     start = 0
     rows = []
     if checkpoint:
@@ -450,7 +471,11 @@ if __name__ == "__main__":
 
     if not checkpoint:
         save(0)
-    track = start_tracking(args, run_name, f"{args.env_id} {method}")
+    data = f"{args.env_id} tau {args.expectile_tau:g} x {args.dataset_size}"
+    track = start_tracking(args, run_name, data, label)
+    for row in rows:
+        if track and row["update"] >= track.step:  # what a killed run had not yet sent
+            track.log(row, step=row["update"])
 
     # ----- training
     tick, tick_update = time.time(), start
@@ -534,6 +559,7 @@ if __name__ == "__main__":
     result = {
         "script": script,
         "method": method,
+        "label": label,
         "env_id": args.env_id,
         "dataset_id": None,
         "seed": args.seed,
@@ -557,5 +583,5 @@ if __name__ == "__main__":
         track.summary.update(result)
         track.finish()
     score = scores["normalized_return"]
-    print(f"{method} on {args.env_id}: normalized return {score:.1f} (0 random, 100 optimal)")
+    print(f"{script}, {label} on {args.env_id}: normalized return {score:.1f} (0 random, 100 optimal)")
     print(f"run folder: {folder}")

@@ -13,8 +13,10 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,7 +58,7 @@ class Args:
     dataset_seed: int = 1
     """seed of the collected episodes: another draw of the data from the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the behaviour policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
+    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL counts the other way)"""
     epsilon: float = 0.1
     """probability that the executed action is a random one, in expectile training and collection"""
     early_fraction: float = 0.0
@@ -65,7 +67,7 @@ class Args:
     """replace a data set that exists; otherwise it is reported and left alone"""
 
     policy_dir: str | None = None
-    """folder of trained policies, where missing ones are trained and put; None: docs/policies"""
+    """folder of trained policies; None: docs/policies, and a cache with Minari's data for new ones"""
     retrain: bool = False
     """train the policies anew and keep them in the run folder; those in policy_dir stay"""
     estimator: Literal["action-noise", "resample"] = "action-noise"
@@ -120,7 +122,7 @@ def load_checkpoint(args, script):
     path = os.path.join(args.resume, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-        stored = checkpoint["args"]
+        stored = dict(checkpoint["args"])
         fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
     except Exception:
         fits = False
@@ -136,16 +138,29 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, group):
+def start_tracking(args, run_name, dataset_id, label):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
-    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    script = os.path.basename(__file__)
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
+    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
     try:
         import wandb
 
-        return wandb.init(**place, **run, config=asdict(args))
+        return wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            group=f"{dataset_id} {label} {script}",
+            tags=[label, script],
+            name=run_name,
+            id=run_name,
+            config=asdict(args) | resolved,
+            save_code=True,
+            resume="allow",
+            reinit="create_new",
+        )
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -498,7 +513,9 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = tyro.cli(Args, description=__doc__)
+    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
+    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
@@ -518,9 +535,10 @@ if __name__ == "__main__":
         sys.exit("--early-fraction: only LunarLander-v3 with --expectile-tau 0.5 has an early policy.")
     try:
         tempfile.TemporaryFile(dir=get_dataset_path()).close()
+        os.makedirs(args.policy_dir or get_dataset_path(), exist_ok=True)
     except OSError as error:
-        why = error.strerror
-        sys.exit(f"{error.filename}: Minari cannot write there ({why}); set MINARI_DATASETS_PATH.")
+        where = f"{error.filename}: cannot write there ({error.strerror})"
+        sys.exit(f"{where}; set MINARI_DATASETS_PATH, or another --policy-dir.")
     try:
         env = gym.make(args.env_id, disable_env_checker=True)
         env.reset(seed=0)
@@ -566,9 +584,9 @@ if __name__ == "__main__":
     for tau in (0.5, args.expectile_tau):  # 0.5 is the reference
         level = dataset_name(args.env_id, tau, 1000).split("/")[2]  # such as tau90-1k-v0
         names[tau] = f"{env_name}-{level.split('-')[0]}"
-    policy_dir = args.policy_dir
-    if policy_dir is None:
-        policy_dir = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
+    committed = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
+    cache = os.path.join(get_dataset_path(), ".expectile-policies")
+    policy_dirs = [args.policy_dir] if args.policy_dir else [committed, cache]
     shaping = {  # these and the seed make a policy
         "env_id": args.env_id,
         "epsilon": args.epsilon,
@@ -586,27 +604,21 @@ if __name__ == "__main__":
     current = checkpoint["current"] if checkpoint else None  # a policy in training
     to_train = []
     for tau, name in names.items():
-        path = os.path.join(policy_dir, name, "policy.pt")
+        paths = [os.path.join(folder, name, "policy.pt") for folder in policy_dirs]
+        paths = [path for path in paths if os.path.exists(path)]
         in_training = current is not None and current["name"] == name
         if tau in policies:
             continue
-        if args.retrain or in_training or not os.path.exists(path):
+        if args.retrain or in_training or not paths:
             to_train.append(tau)
             continue
         try:
-            policies[tau] = torch.load(path, weights_only=True)
+            policies[tau] = torch.load(paths[0], weights_only=True)
             other = [key for key in shaping if policies[tau]["args"][key] != shaping[key]]
         except Exception as error:
-            sys.exit(f"{path}: damaged ({type(error).__name__}); delete it or use --retrain.")
+            sys.exit(f"{paths[0]}: damaged ({type(error).__name__}); delete it or use --retrain.")
         if other:
-            sys.exit(f"{path}: trained with another {' and '.join(other)}; use --retrain.")
-    if to_train and not args.retrain:
-        try:
-            os.makedirs(policy_dir, exist_ok=True)
-            tempfile.TemporaryFile(dir=policy_dir).close()
-        except OSError as error:
-            why = error.strerror
-            sys.exit(f"{policy_dir}: cannot write there ({why}); choose another --policy-dir.")
+            sys.exit(f"{paths[0]}: trained with another {' and '.join(other)}; use --retrain.")
 
     # ----- run folder: new, or as the checkpoint left it
     rows = []
@@ -622,8 +634,11 @@ if __name__ == "__main__":
         write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
     keep_in = [folder]  # where a trained policy goes
     if not args.retrain:
-        keep_in.append(policy_dir)
-    track = start_tracking(args, run_name, f"{args.env_id} behaviour")
+        keep_in.append(policy_dirs[-1])
+    track = start_tracking(args, run_name, dataset_id, "behaviour")
+    for i, row in enumerate(rows):
+        if track and i + 1 >= track.step:  # what a killed run had not yet sent
+            track.log(row, step=i + 1)
 
     def save(current):
         state = {
@@ -643,6 +658,9 @@ if __name__ == "__main__":
     # ----- policies: those to train
     random_return = 0.0
     if to_train:
+        steps = sum(args.start_steps if tau is None else args.finish_steps for tau in to_train)
+        print(f"{args.env_id}: {len(to_train)} policies to train, {steps:,} environment steps in all, about a")
+        print(f"minute per 200,000 on one core; they are kept in {keep_in[-1]}.", flush=True)
         random_return = episode_returns(env, None, args.eval_episodes, [args.seed, 1]).mean().item()
     for tau in to_train:
         name = names[tau]
@@ -769,7 +787,7 @@ if __name__ == "__main__":
     if neutral > 0:
         episodes += collect_episodes(env, actor, args.epsilon, neutral, args.dataset_seed)
     if early > 0:
-        path = os.path.join(policy_dir, "early", names[0.5], "policy.pt")
+        path = os.path.join(policy_dirs[0], "early", names[0.5], "policy.pt")
         try:
             actor.load_state_dict(torch.load(path, weights_only=True)["actor"])
         except Exception as error:

@@ -369,9 +369,11 @@ def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, data
 
     result, returns = load(done.folders[0]).result, play(plain.actor, plain.data, env, 25, seed + 10**5)
     pi = plain_policy(plain.actor, plain.data.s)
+    label = method.replace("ERSAC-Ell", f"Ell_{x.upsilon}").removeprefix("ERSAC-")
     expected = {
         "script": "ersac_ensemble.py",
         "method": method,
+        "label": label,
         "env_id": "test/Chain-v0",
         "dataset_id": "test/chain-v0",
         "seed": 5,
@@ -386,7 +388,8 @@ def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, data
     }
     for name, value in expected.items():
         assert result[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
-    assert f"{method} on test/chain-v0: return {returns.mean():.1f} over 25 episodes" in done.out
+    assert f"ersac_ensemble.py, {label} on test/chain-v0: return {returns.mean():.1f} over 25 episodes\n" in done.out
+    assert "(0 is a return of -14.0 and 100 one of 25.0, the data set's reference scores)" in done.out
 
 
 # ----- Proposition 3.1 on the loop: with the box set the script is SAC-N
@@ -491,6 +494,8 @@ class Named:
 
     def __init__(self, env_id):
         self.env_id = env_id
+        space = conftest.Chain.observation_space
+        self.spec = SimpleNamespace(dataset_id="test/named-v0", observation_space=space)
 
     def recover_environment(self, eval_env):
         return gym.make(self.env_id)
@@ -870,7 +875,8 @@ def test_wandb_gets_what_the_run_folder_gets(run, load, datasets, monkeypatch):
     def init(**options):
         got.options = options
         log = lambda row, step: got.rows.append(row | {"update": step})  # noqa: E731
-        return SimpleNamespace(log=log, summary=got.summary, finish=lambda: setattr(got, "finished", got.finished + 1))
+        finish = lambda: setattr(got, "finished", got.finished + 1)  # noqa: E731
+        return SimpleNamespace(log=log, summary=got.summary, finish=finish, step=0)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     flags = ("--track", "--wandb-project-name", "project", "--wandb-entity", "team")
@@ -895,7 +901,9 @@ BAD = [
     ("--uncertainty-set ball", "uncertainty-set"),
     ("--resume nowhere", "nowhere"),
     ("--dataset-id test/pendulum-v0", "discrete actions"),
-    ("--dataset-id test/lake-v0", "vectors"),
+    ("--dataset-id test/text-v0", "not vectors"),
+    ("--dataset-id test/pictures-v0", "ersac_atari.py"),
+    ("--dataset-id cartpole", "end in a version"),
     ("--dataset-id test/nan-v0", "not finite"),
     ("--dataset-id test/ragged-v0", "T + 1"),
     ("--output-dir /proc/nowhere", "output-dir"),

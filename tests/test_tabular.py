@@ -300,6 +300,14 @@ def plain_run(setting):
             "own hull": "ERSAC-CH-N-own",
             "own ellipsoid": "ERSAC-Ell-N-own",
         }[f"{f.targets} {kind}"],
+        "label": {
+            "shared box": "SAC-N",
+            "shared hull": "CH-N",
+            "shared ellipsoid": f"Ell_{f.upsilon}-N" if f.upsilon < 1 else "Ell-N",
+            "own box": "Box-N-own",
+            "own hull": "CH-N-own",
+            "own ellipsoid": f"Ell_{f.upsilon}-N-own" if f.upsilon < 1 else "Ell-N-own",
+        }[f"{f.targets} {kind}"],
         "env_id": f.env_id,
         "seed": f.seed,
         "dataset_id": None,
@@ -786,6 +794,10 @@ def test_tracking_sends_the_rows_and_the_result(run, load, monkeypatch, clock):
             self.names, self.rows, self.summary, self.finished = names, [], {}, False
             runs.append(self)
 
+        @property
+        def step(self):  # where a resumed run goes on
+            return 1 + max((step for tracked in runs for step, _ in tracked.rows), default=-1)
+
         def log(self, row, step):
             self.rows.append((step, dict(row)))
 
@@ -801,7 +813,8 @@ def test_tracking_sends_the_rows_and_the_result(run, load, monkeypatch, clock):
     assert run("ersac_tabular", "--resume", moved).code == 0
     for tracked in runs:
         expected = dict(project="mine", entity="me", name=folder.name, id=folder.name, resume="allow")
-        assert expected.items() <= tracked.names.items() and "ERSAC-CH-N" in tracked.names["group"]
+        expected |= dict(group="RiverSwim tau 0.5 x 10 CH-N ersac_tabular.py", tags=["CH-N", "ersac_tabular.py"])
+        assert expected.items() <= tracked.names.items()
     assert [step for tracked in runs for step, _ in tracked.rows] == [10, 20, 30]
     assert [row for tracked in runs for _, row in tracked.rows] == read_rows(moved)
     assert len(runs) == 2 and runs[1].finished and runs[1].summary == load(moved).result

@@ -97,8 +97,8 @@ FAULTS = [
         "the early policy's episodes do not follow --dataset-seed",
     ),
     (
-        'os.path.join(policy_dir, "early", names[0.5], "policy.pt")',
-        'os.path.join(policy_dir, names[0.5], "policy.pt")',
+        'os.path.join(policy_dirs[0], "early", names[0.5], "policy.pt")',
+        'os.path.join(policy_dirs[0], names[0.5], "policy.pt")',
         "the early policy is the neutral one",
     ),
 ]
