@@ -138,11 +138,10 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, dataset_id, label):
+def start_tracking(args, run_name, dataset_id, label, script):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
-    script = os.path.basename(__file__)
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
     resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
@@ -635,7 +634,7 @@ if __name__ == "__main__":
     keep_in = [folder]  # where a trained policy goes
     if not args.retrain:
         keep_in.append(policy_dirs[-1])
-    track = start_tracking(args, run_name, dataset_id, "behaviour")
+    track = start_tracking(args, run_name, dataset_id, "behaviour", script)
     for i, row in enumerate(rows):
         if track and i + 1 >= track.step:  # what a killed run had not yet sent
             track.log(row, step=i + 1)
