@@ -594,6 +594,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # the same numbers whatever the machine
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing here reads it
     generator = torch.Generator().manual_seed(args.seed)  # minibatches
 
     # ----- data: frames stay on disk and in the page cache, a batch is moved to the device as bytes

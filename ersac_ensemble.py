@@ -301,7 +301,7 @@ def make_eval_env(dataset, video_folder=None):
 class EnsembleCritic(nn.Module):
     """N independent critics with two hidden layers. forward(obs [B, D]) -> q [N, B, A]"""
 
-    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim, layer_norm=True, block=5):
+    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim, layer_norm=True, block=10):
         super().__init__()
         self.layer_norm = layer_norm
         self.block = block  # critics at a time: their activations fit into the cache
@@ -319,9 +319,7 @@ class EnsembleCritic(nn.Module):
         q = []
         layers = [p.split(self.block) for p in (*self.weights, *self.biases)]
         for w1, w2, w3, b1, b2, b3 in zip(*layers):  # n critics at a time
-            n, D, H = w1.shape
-            h = obs @ w1.transpose(0, 1).reshape(D, n * H)  # a shared input: one product, [B, n H]
-            h = self.activate(h.view(-1, n, H).transpose(0, 1) + b1)  # [n, B, H]
+            h = self.activate(torch.baddbmm(b1, obs.expand(len(w1), -1, -1), w1))  # [n, B, H]
             h = self.activate(torch.baddbmm(b2, h, w2))  # [n, B, H]
             q.append(torch.baddbmm(b3, h, w3))  # [n, B, A]
         return torch.cat(q)  # [N, B, A]
@@ -482,6 +480,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # the networks are too small to share
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing here reads it
     generator = torch.Generator().manual_seed(args.seed)  # minibatches
 
     # ----- data, normalised by their own statistics
@@ -533,12 +532,9 @@ if __name__ == "__main__":
     if args.prior_scale > 0:
         parts["prior"] = prior
 
-    def q_values(network, obs):
-        """Q-vectors of all critics, with the frozen prior if there is one. [N, B, A]"""
-        x = args.input_scale * obs
-        if args.prior_scale > 0:
-            return network(x) + args.prior_scale * prior(x)
-        return network(x)
+    def q_values(network, obs, prior_q):
+        """Q-vectors of all critics, with their frozen priors if they have any. [N, B, A]"""
+        return network(args.input_scale * obs) + prior_q
 
     def worst_case(q, pi):
         """q* of the chosen set. [B, A]"""
@@ -608,6 +604,14 @@ if __name__ == "__main__":
             track.log(row, step=row["update"])
     env = make_eval_env(dataset)
 
+    # the frozen priors of the data's own states are computed once: no update runs them
+    prior_q = prior_q_next = 0.0
+    if args.prior_scale > 0:
+        blocks = [prior(args.input_scale * x).transpose(0, 1) for x in obs.split(1000)]
+        all_prior_q = args.prior_scale * torch.cat(blocks)  # [|D|, N, A]
+        blocks = [prior(args.input_scale * x).transpose(0, 1) for x in next_obs.split(1000)]
+        all_prior_q_next = args.prior_scale * torch.cat(blocks)  # [|D|, N, A]
+
     # ----- training
     tick, tick_update = time.time(), start
     updates = range(start + 1, args.total_updates + 1)
@@ -621,18 +625,21 @@ if __name__ == "__main__":
         s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
         s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
+        if args.prior_scale > 0:
+            prior_q = all_prior_q[index].transpose(0, 1)  # [N, B, A]
+            prior_q_next = all_prior_q_next[index].transpose(0, 1)  # [N, B, A]
 
         # compute target: the paper's worst case over the target critics' set, or every critic its own
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             pi = log_pi.exp()
-            q_next = q_values(target_critic, s_next)  # [N, B, A]
+            q_next = q_values(target_critic, s_next, prior_q_next)  # [N, B, A]
             if args.targets == "shared":
                 q_next = worst_case(q_next, pi)  # q*, [B, A]
             y = robust_target(r, ended, pi, log_pi, q_next, alpha, args.gamma)  # [B], or [N, B]
 
         # critic update: mean over the batch, sum over the critics
-        q = q_values(critic, s)  # [N, B, A]
+        q = q_values(critic, s, prior_q)  # [N, B, A]
         losses = critic_loss(q, a, y)  # [N, B]
         q_loss = (losses * weights[:, index] if args.bootstrap else losses).mean(1).sum()
         if args.edac_eta > 0:
@@ -645,7 +652,7 @@ if __name__ == "__main__":
         log_pi = actor(s).log_softmax(-1)  # [B, A]
         pi = log_pi.exp()
         with torch.no_grad():
-            q = q_values(critic, s)  # [N, B, A]
+            q = q_values(critic, s, prior_q)  # [N, B, A]
             q_star = worst_case(q, pi)  # [B, A]
         pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean()
         h = entropy(pi, log_pi).detach().mean()

@@ -356,20 +356,23 @@ class EpinetCritic(nn.Module):
             layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(sizes[-1], math.prod(self.shape)))
 
-    def stochastic(self, obs, psi, z=None):
-        """sigma_bar = sigma_L + prior_scale sigma_P, [B, A, d_z], or for heads that read z [N, B, A, d_z]"""
+    def stochastic(self, obs, psi, z=None, prior=None):
+        """sigma_bar = sigma_L + prior_scale sigma_P, [B, A, d_z], or for heads that read z [N, B, A, d_z].
+        prior: sigma_P of these observations, if it has been computed before"""
         x = self.input_scale * obs if self.head_input == "obs" else psi.detach()  # [B, X]
         if self.head == "mlp":
             x = torch.cat([x.expand(len(z), -1, -1), z[:, None].expand(-1, len(x), -1)], -1)
-        return (self.learnable(x) + self.prior_scale * self.prior(x)).unflatten(-1, self.shape)
+        if prior is None:
+            prior = self.prior(x)
+        return (self.learnable(x) + self.prior_scale * prior).unflatten(-1, self.shape)
 
-    def forward(self, obs):  # of the linear head: the head mlp can only be sampled
+    def forward(self, obs, prior=None):  # of the linear head: the head mlp can only be sampled
         psi = self.base(obs)  # [B, H]
-        return self.mean(psi), self.stochastic(obs, psi)  # [B, A], [B, A, d_z]
+        return self.mean(psi), self.stochastic(obs, psi, None, prior)  # [B, A], [B, A, d_z]
 
-    def sample(self, obs, z):
+    def sample(self, obs, z, prior=None):
         psi = self.base(obs)  # [B, H]
-        sigma_bar = self.stochastic(obs, psi, z)
+        sigma_bar = self.stochastic(obs, psi, z, prior)
         product = "nbad,nd->nba" if self.head == "mlp" else "bad,nd->nba"
         return self.mean(psi) + torch.einsum(product, sigma_bar, z)  # [N, B, A]
 
@@ -533,6 +536,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # the networks are too small to share
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing here reads it
     generator = torch.Generator().manual_seed(args.seed)  # minibatches and indices
 
     # ----- data, normalised by their own statistics
@@ -578,11 +582,11 @@ if __name__ == "__main__":
     policy_optimizer = torch.optim.Adam(learned, args.policy_lr, fused=True)
     radius = math.sqrt(chi2.ppf(args.upsilon, A)) if star else None
 
-    def worst_case(network, obs, pi, z):
+    def worst_case(network, obs, pi, z, prior):
         """q* of the chosen set. [B, A]"""
         if not star:
-            return worst_case_ellipsoid(network.sample(obs, z), pi, args.upsilon)
-        mu, sigma_bar = network(obs)  # [B, A], [B, A, d_z]
+            return worst_case_ellipsoid(network.sample(obs, z, prior), pi, args.upsilon)
+        mu, sigma_bar = network(obs, prior)  # [B, A], [B, A, d_z]
         if args.uncertainty_set == "box":
             return worst_case_gaussian_box(mu, sigma_bar, pi, radius)
         return worst_case_gaussian(mu, sigma_bar, pi, radius)
@@ -649,6 +653,12 @@ if __name__ == "__main__":
             track.log(row, step=row["update"])
     env = make_eval_env(dataset)
 
+    # a prior that reads observations is computed once for the data's own states: no update runs it
+    prior = prior_next = None
+    if args.head_input == "obs" and args.head == "linear":
+        all_prior = torch.cat([critic.prior(args.input_scale * x) for x in obs.split(1000)])
+        all_prior_next = torch.cat([critic.prior(args.input_scale * x) for x in next_obs.split(1000)])
+
     # ----- training
     tick, tick_update = time.time(), start
     updates = range(start + 1, args.total_updates + 1)
@@ -663,6 +673,8 @@ if __name__ == "__main__":
         s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
         s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
+        if args.head_input == "obs" and args.head == "linear":
+            prior, prior_next = all_prior[index], all_prior_next[index]  # [B, A d_z]
         z = None
         if not star:
             z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
@@ -673,20 +685,20 @@ if __name__ == "__main__":
             pi = log_pi.exp()
             spread = 0.0
             if args.targets == "shared":
-                q_next = worst_case(target_critic, s_next, pi, z)  # q*, [B, A]
+                q_next = worst_case(target_critic, s_next, pi, z, prior_next)  # q*, [B, A]
             elif star:
-                q_next, sigma_bar = target_critic(s_next)  # mu, [B, A], and [B, A, d_z]
+                q_next, sigma_bar = target_critic(s_next, prior_next)  # mu, [B, A], and [B, A, d_z]
                 spread = propagated_spread(ended, pi, sigma_bar, args.gamma)  # [B, d_z]
             else:
-                q_next = target_critic.sample(s_next, z)  # [N, B, A]
+                q_next = target_critic.sample(s_next, z, prior_next)  # [N, B, A]
             y = robust_target(r, ended, pi, log_pi, q_next, alpha, args.gamma)  # [B], or [N, B]
 
         # critic update: the expectation over z in closed form, or over the samples
         if star:
-            mu, sigma_bar = critic(s)  # [B, A], [B, A, d_z]
+            mu, sigma_bar = critic(s, prior)  # [B, A], [B, A, d_z]
             q_loss = epinet_loss(mu, sigma_bar, a, y, c[index], args.noise_scale, spread).mean()
         else:
-            q = critic.sample(s, z)[:, torch.arange(len(a), device=device), a]  # [N, B]
+            q = critic.sample(s, z, prior)[:, torch.arange(len(a), device=device), a]  # [N, B]
             noise = args.noise_scale * (z @ c[index].T)  # noise_scale <c, z>, [N, B]
             q_loss = (q - y - noise).square().mean()
         q_optimizer.zero_grad()
@@ -697,7 +709,7 @@ if __name__ == "__main__":
         log_pi = actor(s).log_softmax(-1)  # [B, A]
         pi = log_pi.exp()
         with torch.no_grad():
-            q_star = worst_case(critic, s, pi, z)  # [B, A]
+            q_star = worst_case(critic, s, pi, z, prior)  # [B, A]
         pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean()
         h = entropy(pi, log_pi).detach().mean()
         policy_optimizer.zero_grad()

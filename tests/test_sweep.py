@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tyro
 import yaml
@@ -196,7 +197,8 @@ def test_the_sweep_file_of_wandb_names_arguments_and_methods_that_exist():
 def test_cells_of_the_tabular_grids_are_arguments_of_the_script():
     tabular = runpy.run_path(str(BENCHMARK / "tabular.py"))
     parse = importlib.import_module("ersac_tabular").Args
-    for grid, count in {"paper": 72, "no-bootstrap": 36, "upsilon": 24, "critics": 72, "targets": 384}.items():
+    counts = {"paper": 72, "no-bootstrap": 36, "upsilon": 24, "critics": 72, "targets": 384, "calibration": 68}
+    for grid, count in counts.items():
         names = [tabular["flags"](cell) for cell in tabular["cells"](grid)]
         assert len(names) == len(set(names)) == count
         for cell, name in zip(tabular["cells"](grid), names):
@@ -225,3 +227,68 @@ def test_a_tabular_grid_makes_what_is_missing_and_reproduces_the_committed_row(t
             assert last[name] == value
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "all 360 runs are there" in done.stdout
+
+
+def plain_critics(targets, p_hat, n, prior, pi, R, upsilon, updates):
+    """The critics after some updates with a fixed policy, in numpy, critic by critic and state by state."""
+    N, S, _, _ = p_hat.shape
+    q, target = prior.copy(), prior.copy()
+    for _ in range(updates):
+        v = np.stack([(pi * target[i]).sum(-1) for i in range(N)])  # [N, S]
+        if targets == "shared":
+            v = np.tile([rates_at(target[:, s], pi[s], upsilon)[0] for s in range(S)], (N, 1))
+        for i in range(N):
+            q[i] += (1 - 0.99 ** n[i]) * ((p_hat[i] * (R + 0.9 * v[i])).sum(-1) - q[i])
+            target[i] += 0.02 * (q[i] - target[i])
+    return q
+
+
+def rates_at(points, pi, upsilon):
+    """Robust value of one state's points [N, A], their mean, covariance and squared radius."""
+    mu = points.mean(0)
+    sigma = np.cov(points.T, bias=True)
+    sigma += (1e-12 * np.trace(sigma) / len(mu) + 1e-300) * np.eye(len(mu))  # where critics agree on an action
+    distances = [(x - mu) @ np.linalg.solve(sigma, x - mu) for x in points]
+    radius2 = sorted(distances)[int(np.ceil(upsilon * len(points) - 1e-9)) - 1]
+    return pi @ mu - np.sqrt(radius2 * (pi @ sigma @ pi)), mu, sigma, radius2
+
+
+@pytest.mark.parametrize("targets, upsilon, updates", [("own", 0.5, 6000), ("own", 0.9, 150), ("shared", 0.8, 150)])
+def test_calibration_of_a_fixed_policy_against_plain_loops(targets, upsilon, updates):
+    calibration = runpy.run_path(str(BENCHMARK / "calibration.py"))
+    calibration["UPSILONS"][:] = [upsilon]
+    tabular_args = calibration["Tabular"]
+    calibration["evaluate_fixed"].__globals__["Tabular"] = lambda: tabular_args(total_updates=updates)
+    ((size, tau, kind, level, seed, coverage, bound, *_),) = calibration["evaluate_fixed"](100, 0.5, targets, 3, "abc")
+    assert (size, tau, kind, level, seed) == (100, 0.5, targets, upsilon, 3)
+    tables = importlib.import_module("ersac_tabular")
+    P, R = tables.riverswim()
+    S, A, _ = P.shape
+    behaviour = tables.expectile_value_iteration(P, R, 0.5, 0.9).argmax(-1)
+    visits = tables.collect(P, behaviour, 100 * S, 0.1, 0.1, np.random.default_rng([3, 0]))
+    resamples = np.random.default_rng([3, 1]).multinomial(100 * S, visits.ravel() / visits.sum(), 100)
+    resamples = resamples.reshape(100, S, A, S)
+    n = resamples.sum(-1)
+    p_hat = resamples / np.maximum(n, 1)[..., None]
+    prior = np.random.default_rng([3, 2]).uniform(R.min() / 0.1, R.max() / 0.1, (100, S, A))
+    pi = np.where(np.arange(A) == behaviour[:, None], 0.95, 0.05)
+    if updates == 6000:  # converged: exact backups of every critic, where it has data
+        q = prior.copy()
+        for _ in range(400):
+            v = (pi * q).sum(-1)
+            q = np.where(n > 0, np.stack([(p_hat[i] * (R + 0.9 * v[i])).sum(-1) for i in range(100)]), prior)
+    else:
+        q = plain_critics(targets, p_hat, n, prior, pi, R, upsilon, updates)
+    v = np.zeros(S)
+    for _ in range(400):
+        truth = (P * (R + 0.9 * v)).sum(-1)
+        v = (pi * truth).sum(-1)
+    inside, below = [], []
+    for s in range(S):
+        value, mu, sigma, radius2 = rates_at(q[:, s], pi[s], upsilon)
+        gap = np.sign(truth[s] - mu) * np.maximum(np.abs(truth[s] - mu) - 0.01, 0)
+        inside.append(gap @ np.linalg.solve(sigma, gap) <= radius2)
+        below.append(value <= v[s] + 0.01)
+    assert 0 < sum(below) < S  # the comparison says something
+    assert targets == "shared" or 0 < sum(inside) < S  # sets of shared targets hold the truth nowhere
+    assert coverage == pytest.approx(np.mean(inside)) and bound == pytest.approx(np.mean(below))

@@ -21,6 +21,7 @@ import torch
 import tyro
 from matplotlib.animation import FuncAnimation, PillowWriter
 from scipy.spatial import ConvexHull
+from scipy.stats import chi2, norm, t
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,6 +29,7 @@ sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
 from report import by_upsilon, grid_flags, grid_rows, load, per_seed  # noqa: E402
 
 import ersac_tabular as tabular  # noqa: E402
+from ersac_epinet import worst_case_gaussian, worst_case_gaussian_box  # noqa: E402
 from ersac_tabular import center, ellipsoid_radius, worst_case_box, worst_case_ellipsoid, worst_case_hull  # noqa: E402
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"  # colour-blind safe
@@ -43,7 +45,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 class Args:
     only: str | None = None
     """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak, gym_upsilon,
-    schedules or pong; None makes them all"""
+    schedules, pong, calibration, hedging or targets; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -453,9 +455,91 @@ def gym_upsilon(args):
     fig.savefig(f"{args.out}/gym_upsilon.png")
 
 
+TARGETS = {"own": (BLUE, "own targets"), "shared": (ORANGE, "shared targets, the paper's form")}
+
+
+def calibration(args):
+    """RiverSwim: how often the ellipsoid holds the truth, and bounds it from below, against upsilon; 90 % intervals."""
+    learned = load(ROOT / "docs" / "benchmark" / "tabular_calibration.csv")
+    learned = [r | {"targets": "own" if "--targets own" in r["arguments"] else "shared"} for r in learned]
+    fixed = load(ROOT / "docs" / "benchmark" / "calibration.csv")
+    fig, axes = plt.subplots(2, 3, figsize=(7.5, 4.8), sharex=True, sharey=True)
+    columns = [(100, "100 transitions per state"), (1000, "1000 per state"), (10, "10 per state")]
+    for column, (size, title) in enumerate(columns):
+        for targets, (colour, label) in TARGETS.items():
+            for rows, style, policy in ((fixed, "-", "fixed policy"), (learned, "--", "learned policy")):
+                where = {"dataset_size": size, "expectile_tau": 0.5, "targets": targets}
+                values = sorted({r["upsilon"] for r in rows if r["dataset_size"] == size and r["expectile_tau"] == 0.5})
+                for row, name in enumerate(("coverage_rate", "lower_bound_rate")):
+                    y = np.stack([per_seed(rows, name, upsilon=v, **where) for v in values])  # [levels, seeds]
+                    half = interval(y)
+                    axes[row, column].plot(values, y.mean(1), style, color=colour, lw=1.3, label=f"{label}, {policy}")
+                    axes[row, column].fill_between(values, y.mean(1) - half, y.mean(1) + half, color=colour, alpha=0.12)
+        levels = np.linspace(0.01, 0.999, 100)
+        axes[0, column].plot([0, 1], [0, 1], ":", color="black", lw=1, label="a calibrated set")
+        axes[1, column].plot(levels, norm.cdf(np.sqrt(chi2.ppf(levels, 2))), ":", color="black", lw=1)
+        axes[0, column].set_title(title, fontsize=9)
+        axes[1, column].set_xlabel("υ")
+    axes[0, 0].set(ylabel="share of states: set holds Q", ylim=(-0.05, 1.05))
+    axes[1, 0].set_ylabel("share of states: ⟨π, q*⟩ ≤ value")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5)
+    fig.savefig(f"{args.out}/calibration.png")
+
+
+def interval(y):
+    """Half the width of a 90 % interval for the mean over the last axis."""
+    n = y.shape[-1]
+    return t.ppf(0.95, n - 1) * y.std(-1, ddof=1) / np.sqrt(n)
+
+
+def hedging(args):
+    """Two actions with equal means: the value counted on against the policy, for the ellipsoid and its bounding box."""
+    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True)
+    radius = np.sqrt(chi2.ppf(0.9, 2))
+    p = torch.linspace(0, 1, 201).double()
+    pi = torch.stack([1 - p, p], -1)  # [201, 2]
+    mu = torch.zeros(len(p), 2).double()
+    cases = ((0.0, "errors of the two actions independent"), (0.8, "correlation 0.8"))
+    for ax, (correlation, title) in zip(axes, cases):
+        scale = torch.tensor([1.0, 2.0]).double()  # the second action is twice as uncertain
+        sigma_bar = scale[:, None] * torch.tensor([[1.0, 0.0], [correlation, (1 - correlation**2) ** 0.5]]).double()
+        sigma_bar = sigma_bar.expand(len(p), 2, 2)  # [201, A, d_z]
+        worst = {"ellipsoid": worst_case_gaussian(mu, sigma_bar, pi, radius)}
+        worst["box"] = worst_case_gaussian_box(mu, sigma_bar, pi, radius)
+        for kind, q_star in worst.items():
+            value = (pi * q_star).sum(-1)
+            best = value.argmax()
+            ax.plot(p, value, color=SETS[kind][0], lw=1.4, label=f"{kind}, best at π(a₂) = {p[best]:.2f}")
+            ax.plot(p[best], value[best], "o", color=SETS[kind][0], ms=6)
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel("π(a₂∣s), the more uncertain action")
+        ax.legend(fontsize=7.5, loc="lower left")
+    axes[0].set_ylabel("value counted on, ⟨π, q*⟩")
+    fig.savefig(f"{args.out}/hedging.png")
+
+
+def targets(args):
+    """LunarLander, 10,000 transitions: what the worst case promises and what the policy gets, in both forms."""
+    rows = load(ROOT / "docs" / "benchmark" / "grid_curves.csv")
+    rows = [r for r in rows if r["dataset_id"].startswith("ersac/lunarlander/tau50-10k-s") and not r["flags"]]
+    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8))
+    for method, (colour, label) in zip(("Ell-Epi*-own", "Ell-Epi*"), TARGETS.values()):
+        chosen = [r for r in rows if r["method"] == method]
+        mean_and_range(axes[0], chosen, "charts/q_star_minus_return", colour, label)
+        mean_and_range(axes[1], chosen, "eval/return", colour, label)
+    axes[0].set_title("q* of the data's action − return that followed", fontsize=9)
+    axes[0].axhline(0, color=GREY, ls=":", lw=1)
+    axes[1].set_title("return of the greedy policy, ten episodes", fontsize=9)
+    axes[1].legend(fontsize=7.5, loc="lower right")
+    for ax in axes:
+        ax.set_xlabel("update")
+    fig.savefig(f"{args.out}/targets.png")
+
+
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
 FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
 FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "pong": pong}
+FIGURES |= {"calibration": calibration, "hedging": hedging, "targets": targets}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):

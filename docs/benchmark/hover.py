@@ -2,8 +2,8 @@
 
     python docs/benchmark/hover.py --seeds 0 1
 
-Stores ersac/lunarlander/hovering-10k-sSEED-v0, one draw per seed, for sweep.py --datasets. Such data are unlike those of
-gen_expectile_data.py: few terminations, no landing to copy. 0 and 100 are the same returns as in our other data sets.
+Stores ersac/lunarlander/hovering-10k-sSEED-v0, one draw per seed, for sweep.py --datasets. Such data are unlike those
+of gen_expectile_data.py: few terminations, no landing to copy. 0 and 100 are the returns of our other data sets.
 """
 
 import os

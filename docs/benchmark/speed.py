@@ -1,14 +1,16 @@
 """Speed of the training scripts, ours and others', in turn in one run, on one thread.
 
-    OMP_NUM_THREADS=1 python docs/benchmark/speed.py             networks: speed.csv
-    OMP_NUM_THREADS=1 python docs/benchmark/speed.py --atari     images: speed_atari.csv
+    OMP_NUM_THREADS=1 python docs/benchmark/speed.py --what networks    speed.csv
+    OMP_NUM_THREADS=1 python docs/benchmark/speed.py --what growth      speed_growth.csv
+    OMP_NUM_THREADS=1 python docs/benchmark/speed.py --what images      speed_atari.csv
 
 Networks: milliseconds per update at batch 256, 128x128, 8 inputs, 4 actions. The plain baseline is what one writes
 first: a Python loop over nn.Module critics with an optimiser each. d3rlpy is timed if it is there
-(requirements-speed.txt). Images: updates per second of the seven algorithms at batch 32 and 256, and 100 heads against
-one. Ours is the script itself, started as a user would on noise, because speed does not depend on what is learned: a
-short and a long run, the difference of their processor times. So neither the start nor other programs count. Medians
-over rounds.
+(requirements-speed.txt). The floor is the matrix products of an update and nothing else. Growth: the same against
+critics, minibatch and actions. Images: updates per second of the seven algorithms at batch 32 and 256, and 100 heads
+against one. Ours is the script itself, started as a user would on noise, because speed does not depend on what is
+learned: a short and a long run, the difference of their processor times. So neither the start nor other programs count.
+Medians over rounds.
 """
 
 import copy
@@ -22,6 +24,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import gymnasium as gym
 import minari
@@ -37,8 +40,8 @@ B, H, D, A = 256, 128, 8, 4
 
 @dataclass
 class Args:
-    atari: bool = False
-    """time ersac_atari.py on images, in place of the scripts for vectors"""
+    what: Literal["networks", "growth", "images"] = "networks"
+    """contenders side by side, growth with critics, minibatch and actions, or ersac_atari.py on images"""
     rounds: int = 5
     """every contender is timed this often, in turn"""
     updates: int = 30
@@ -46,7 +49,7 @@ class Args:
     transitions: int = 3072
     """images: transitions by which the long run is longer: 96 updates of 32, or 12 of 256"""
     out: str | None = None
-    """CSV to write; None is docs/benchmark/speed.csv or speed_atari.csv"""
+    """CSV to write; None is docs/benchmark/speed.csv, speed_growth.csv or speed_atari.csv"""
 
 
 def store_noise(obs, num_actions, env):
@@ -72,24 +75,64 @@ def processor_time(script, *flags):
 
 
 def ours(script, *flags, more=1):
-    """A run of a script with 2 n updates and one with n: milliseconds per update."""
+    """A run of a script with n updates and one with 2 n: milliseconds per update."""
 
     def measure(args):
         n = more * args.updates
-        short, long = (processor_time(script, "--batch-size", B, *flags, "--total-updates", k * n) for k in (1, 2))
+        flags_of_run = ("--batch-size", B, *flags, "--total-updates")  # the last --batch-size counts
+        short = processor_time(script, *flags_of_run, n)
+        long = processor_time(script, *flags_of_run, 2 * n)
         return 1000 * (long - short) / n
 
     return measure
 
 
-def plain_loop(N):
+def floor(N, block=10):
+    """The matrix products of an update of N critics, in the blocks that ersac_ensemble.py takes: forward for target and
+    actor, forward and backward for the loss."""
+
+    def measure(args):
+        x = torch.randn(block, B, D)
+        h = torch.randn(block, B, H)
+        q = torch.randn(block, B, A)
+        w1, w2, w3 = torch.randn(block, D, H), torch.randn(block, H, H), torch.randn(block, H, A)
+
+        def forward():
+            torch.bmm(x, w1)
+            torch.bmm(h, w2)
+            torch.bmm(h, w3)
+
+        def backward():
+            torch.bmm(h.mT, q)  # the weights' gradients
+            torch.bmm(h.mT, h)
+            torch.bmm(x.mT, h)
+            torch.bmm(q, w3.mT)  # the hidden layers' gradients
+            torch.bmm(h, w2.mT)
+
+        for update in range(2 * args.updates):
+            if update == args.updates:
+                started = time.process_time()
+            for _ in range(N // block):
+                forward()
+                forward()
+                forward()
+                backward()
+        return 1000 * (time.process_time() - started) / args.updates
+
+    return measure
+
+
+def plain_loop(N, layer_norm=False):
     """SAC-N as a loop: N nn.Module critics, N targets, N Adams; the actor loss runs through the critics' graph."""
 
     def measure(args):
-        def network():
-            return nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, H), nn.ReLU(), nn.Linear(H, A))
+        def network(norm):
+            hidden = [nn.Linear(D, H), norm(H), nn.ReLU(), nn.Linear(H, H), norm(H), nn.ReLU()]
+            return nn.Sequential(*hidden, nn.Linear(H, A))
 
-        actor, critics = network(), nn.ModuleList(network() for _ in range(N))
+        norm = nn.LayerNorm if layer_norm else nn.Identity
+        actor = network(nn.Identity)
+        critics = nn.ModuleList(network(norm) for _ in range(N))
         targets = copy.deepcopy(critics)
         optimizers = [torch.optim.Adam(critic.parameters(), 3e-4) for critic in critics]
         actor_optimizer = torch.optim.Adam(actor.parameters(), 3e-4)
@@ -122,7 +165,7 @@ def plain_loop(N):
     return measure
 
 
-def d3rlpy_sac(N):
+def d3rlpy_sac(N, layer_norm=False):
     """d3rlpy's DiscreteSAC with N critics on the same batch."""
 
     def measure(args):
@@ -130,9 +173,11 @@ def d3rlpy_sac(N):
         from d3rlpy.dataset import TransitionMiniBatch
         from d3rlpy.models.encoders import VectorEncoderFactory
 
-        encoder = VectorEncoderFactory([H, H])
         config = d3rlpy.algos.DiscreteSACConfig(
-            batch_size=B, n_critics=N, actor_encoder_factory=encoder, critic_encoder_factory=encoder
+            batch_size=B,
+            n_critics=N,
+            actor_encoder_factory=VectorEncoderFactory([H, H]),
+            critic_encoder_factory=VectorEncoderFactory([H, H], use_layer_norm=layer_norm),
         )
         algorithm = config.create(device="cpu:0")
         rng = np.random.default_rng(0)
@@ -156,21 +201,37 @@ def d3rlpy_sac(N):
     return measure
 
 
+OWN = ("--targets", "own", "--head-input", "obs", "--input-scale", 3, "--prior-scale", 3)
+PAPER = ("--targets", "shared", "--head-input", "features", "--prior-scale", 0.3)
+
+
 def networks(args):
-    """Milliseconds per update, a row for every contender: ours, the plain loop, d3rlpy."""
+    """Milliseconds per update, a row for every contender: ours, the plain loop, d3rlpy, the floor."""
     contenders = {}
     for N, more in ((100, 1), (10, 10)):
-        size = ("--num-critics", N)
+        paper = ("--num-critics", N, "--targets", "shared", "--prior-scale", 0, "--input-scale", 1)
+        own = ("--num-critics", N, "--targets", "own", "--prior-scale", 30, "--input-scale", 3)
+        contenders["matrix products alone", N] = floor(N)
         contenders["plain loop", N] = plain_loop(N)
         contenders["d3rlpy DiscreteSAC", N] = d3rlpy_sac(N)
+        contenders["plain loop, layer norm", N] = plain_loop(N, layer_norm=True)
+        contenders["d3rlpy DiscreteSAC, layer norm", N] = d3rlpy_sac(N, layer_norm=True)
         for kind in ("box", "hull", "ellipsoid"):
-            flags = (*size, "--no-layer-norm", "--uncertainty-set", kind)
+            flags = (*paper, "--no-layer-norm", "--uncertainty-set", kind)
             contenders[f"ersac_ensemble.py {kind}", N] = ours("ersac_ensemble.py", *flags, more=more)
-        contenders["ersac_ensemble.py ellipsoid, layer norm", N] = ours("ersac_ensemble.py", *size, more=more)
-        sampled = ("--method", "ell-epi", "--num-index-samples", N, "--no-layer-norm")
-        contenders["ersac_epinet.py ell-epi, N indices", N] = ours("ersac_epinet.py", *sampled, more=10)
-    contenders["ersac_epinet.py ell-epi-star", 1] = ours("ersac_epinet.py", "--no-layer-norm", more=10)
-    contenders["ersac_epinet.py ell-epi-star, layer norm", 1] = ours("ersac_epinet.py", more=10)
+        for kind in ("box", "ellipsoid"):
+            flags = (*paper, "--uncertainty-set", kind)
+            contenders[f"ersac_ensemble.py {kind}, layer norm", N] = ours("ersac_ensemble.py", *flags, more=more)
+        flags = (*own, "--uncertainty-set", "ellipsoid")
+        contenders["ersac_ensemble.py ellipsoid, own, layer norm", N] = ours("ersac_ensemble.py", *flags, more=more)
+        sampled = ("--method", "ell-epi", "--num-index-samples", N)
+        contenders["ersac_epinet.py ell-epi, N indices", N] = ours("ersac_epinet.py", *PAPER, *sampled, more=10)
+        contenders["ersac_epinet.py ell-epi, own, N indices", N] = ours("ersac_epinet.py", *OWN, *sampled, more=10)
+    contenders["ersac_epinet.py ell-epi-star", 1] = ours("ersac_epinet.py", *PAPER, "--no-layer-norm", more=20)
+    contenders["ersac_epinet.py ell-epi-star, layer norm", 1] = ours("ersac_epinet.py", *PAPER, more=20)
+    contenders["ersac_epinet.py ell-epi-star, own, layer norm", 1] = ours("ersac_epinet.py", *OWN, more=20)
+    flags = (*OWN, "--uncertainty-set", "box")
+    contenders["ersac_epinet.py box, own, layer norm", 1] = ours("ersac_epinet.py", *flags, more=20)
     try:
         import d3rlpy  # noqa: F401
     except ImportError:
@@ -183,11 +244,42 @@ def networks(args):
         for key, measure in contenders.items():
             times[key].append(measure(args))
             print(f"round {turn + 1}: {key[0]}, N = {key[1]}: {times[key][-1]:.1f} ms", flush=True)
-    rows = [["contender", "num_critics", "ms_per_update", "ratio_to_box", "rounds"]]
+    rows = [["contender", "num_critics", "ms_per_update", "ratio_to_box", "lowest", "highest", "rounds"]]
     for (name, N), values in times.items():
         box = np.median(times["ersac_ensemble.py box", 100 if N == 1 else N])  # the Epinet against N = 100
-        rows.append([name, N, f"{np.median(values):.2f}", f"{np.median(values) / box:.4f}", args.rounds])
+        ratio = np.median(values) / box
+        scatter = (f"{min(values):.2f}", f"{max(values):.2f}")
+        rows.append([name, N, f"{np.median(values):.2f}", f"{ratio:.4f}", *scatter, args.rounds])
     return rows
+
+
+def growth(args):
+    """Milliseconds per update against critics, minibatch and actions, one of them changed at a time."""
+    paper_n = ("--targets", "shared", "--prior-scale", 0, "--input-scale", 1, "--uncertainty-set", "ellipsoid")
+    commands = {
+        "ensemble": ("ersac_ensemble.py", *paper_n, "--num-critics"),
+        "Ell-Epi*": ("ersac_epinet.py", *PAPER, "--index-dim"),
+        "Ell-Epi*-own": ("ersac_epinet.py", *OWN, "--index-dim"),
+    }
+    usual = {"ensemble": 10, "Ell-Epi*": 16, "Ell-Epi*-own": 16}
+    cells = []
+    for name in commands:
+        cells += [(name, "N", n, n, B, A) for n in (3, 10, 30, 100)]  # critics, or dimensions of the index
+        cells += [(name, "batch", b, usual[name], b, A) for b in (64, 256, 1024)]
+        cells += [(name, "actions", a, usual[name], B, a) for a in (2, 4, 18)]
+    times = {cell: [] for cell in cells}
+    for turn in range(args.rounds):
+        for cell in cells:
+            name, _, _, n, batch, actions = cell
+            obs = np.random.default_rng(1).normal(size=(5001, D)).astype(np.float32)
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["MINARI_DATASETS_PATH"] = folder
+                store_noise(obs, actions, gym.make("LunarLander-v3", max_episode_steps=5))
+                more = max(1, 1000 // (n if name == "ensemble" else 10) // (batch // 64))
+                times[cell].append(ours(*commands[name], n, "--batch-size", batch, more=more)(args))
+            print(f"round {turn + 1}: {cell}: {times[cell][-1]:.1f} ms", flush=True)
+    rows = [["method", "varied", "value", "ms_per_update"]]
+    return rows + [[*cell[:3], f"{np.median(values):.3f}"] for cell, values in times.items()]
 
 
 def images(args):
@@ -221,10 +313,12 @@ def images(args):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    out = Path(args.out or ROOT / "docs" / "benchmark" / ("speed_atari.csv" if args.atari else "speed.csv"))
+    measure = {"networks": networks, "growth": growth, "images": images}[args.what]
+    name = {"networks": "speed.csv", "growth": "speed_growth.csv", "images": "speed_atari.csv"}[args.what]
+    out = Path(args.out or ROOT / "docs" / "benchmark" / name)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MINARI_DATASETS_PATH"] = folder
-        rows = images(args) if args.atari else networks(args)
+        rows = measure(args)
     with open(f"{out}.tmp", "w", newline="") as f:
         csv.writer(f, lineterminator="\n").writerows(rows)
     os.replace(f"{out}.tmp", out)

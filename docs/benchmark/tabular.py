@@ -44,10 +44,11 @@ COLUMNS = ("arguments", *SETTING, *RESULT, "commit")
 
 @dataclass
 class Args:
-    grid: Literal["paper", "no-bootstrap", "upsilon", "critics", "targets", "tuning"] = "paper"
+    grid: Literal["paper", "no-bootstrap", "upsilon", "critics", "targets", "calibration", "tuning"] = "paper"
     """paper: the paper's table; no-bootstrap: the same data for every critic, trained to convergence; upsilon: smaller
     shares of critics in the ellipsoid; critics: fewer of them; targets: one target for all critics or each its own, by
-    bootstrap and initial tables; tuning: what was tried before the settings were fixed"""
+    bootstrap and initial tables; calibration: how often the set holds the truth, against upsilon, with both kinds of
+    targets; tuning: what was tried before the settings were fixed"""
     workers: int = 2
     """processes at a time, one thread each"""
     num_seeds: int = 10
@@ -77,6 +78,16 @@ def cells(grid):
             if cell["dataset_size"] < 1000:
                 for data, prior in itertools.product(({}, fast), ({}, dict(prior=below[cell["env_id"]]))):
                     found.append(cell | dict(targets=targets) | data | prior)
+        return found
+    if grid == "calibration":
+        coarse = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+        curves = [(100, 0.5, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0))]
+        curves += [(100, 0.1, coarse), (100, 0.9, coarse), (10, 0.5, coarse), (1000, 0.5, coarse)]
+        found = []
+        for size, tau, upsilons in curves:
+            for targets, upsilon in itertools.product(("shared", "own"), upsilons):
+                cell = dict(env_id="RiverSwim", dataset_size=size, expectile_tau=tau, targets=targets)
+                found.append(cell | dict(uncertainty_set="ellipsoid", upsilon=upsilon))
         return found
     if grid == "upsilon":  # 0.9 and 1.0 are in the paper's grid
         ellipsoids = [cell for cell in little if cell["uncertainty_set"] == "ellipsoid" and cell["upsilon"] == 1.0]

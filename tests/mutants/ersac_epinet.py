@@ -28,7 +28,11 @@ FAULTS = [
     ("math.sqrt(chi2.ppf(args.upsilon, A))", "chi2.ppf(args.upsilon, A)", "closed form: no square root in the radius"),
     ("chi2.ppf(args.upsilon, A)", "chi2.ppf(0.9, A)", "closed form: --upsilon has no effect"),
     ("chi2.ppf(args.upsilon, A)", "chi2.ppf(args.upsilon, args.index_dim)", "degrees of freedom of the index"),
-    ("(network.sample(obs, z), pi, args.upsilon)", "(network.sample(obs, z), pi, 0.9)", "sampled: --upsilon ignored"),
+    (
+        "(network.sample(obs, z, prior), pi, args.upsilon)",
+        "(network.sample(obs, z, prior), pi, 0.9)",
+        "sampled: --upsilon ignored",
+    ),
     (
         '        if args.uncertainty_set == "box":\n            return',
         '        if args.uncertainty_set != "box":\n            return',
@@ -39,13 +43,30 @@ FAULTS = [
         "torch.randint(args.batch_size, (args.batch_size,)",
         "minibatches of the first transitions only",
     ),
-    ("worst_case(target_critic, s_next, pi, z)", "worst_case(critic, s_next, pi, z)", "shared: no target critic"),
-    ("sigma_bar = target_critic(s_next)", "sigma_bar = critic(s_next)", "own: no target critic"),
-    ("worst_case(target_critic, s_next, pi, z)", "worst_case(target_critic, s, pi, z)", "shared: s, not s_next"),
-    ("target_critic.sample(s_next, z)", "target_critic.sample(s, z)", "own, sampled: s in place of s_next"),
     (
-        "worst_case(target_critic, s_next, pi, z)",
-        "worst_case(target_critic, s_next, torch.full_like(pi, 1 / A), z)",
+        "worst_case(target_critic, s_next, pi, z, prior_next)",
+        "worst_case(critic, s_next, pi, z, prior_next)",
+        "shared: no target critic",
+    ),
+    (
+        "sigma_bar = target_critic(s_next, prior_next)",
+        "sigma_bar = critic(s_next, prior_next)",
+        "own: no target critic",
+    ),
+    (
+        "worst_case(target_critic, s_next, pi, z, prior_next)",
+        "worst_case(target_critic, s, pi, z, prior_next)",
+        "shared: s, not s_next",
+    ),
+    ("target_critic(s_next, prior_next)", "target_critic(s_next, prior)", "own: the prior of s, not of s_next"),
+    (
+        "target_critic.sample(s_next, z, prior_next)",
+        "target_critic.sample(s, z, prior_next)",
+        "own, sampled: s in place of s_next",
+    ),
+    (
+        "worst_case(target_critic, s_next, pi, z, prior_next)",
+        "worst_case(target_critic, s_next, torch.full_like(pi, 1 / A), z, prior_next)",
         "the target's worst case is that of the uniform policy",
     ),
     ('            if args.targets == "shared":\n', "            if True:\n", "own targets are shared"),
@@ -61,8 +82,8 @@ FAULTS = [
     ("a, y, c[index], args.noise_scale", "a, y, c[: len(index)], args.noise_scale", "directions of other transitions"),
     ("q_loss = (q - y - noise)", "q_loss = (q - y)", "sampled: the noise is left out"),
     (
-        "q_star = worst_case(critic, s, pi, z)",
-        "q_star = worst_case(target_critic, s, pi, z)",
+        "q_star = worst_case(critic, s, pi, z, prior)",
+        "q_star = worst_case(target_critic, s, pi, z, prior)",
         "the actor's worst case from the target critic",
     ),
     (
@@ -71,11 +92,11 @@ FAULTS = [
         "        log_pi = actor(s).log_softmax(-1)  # [B, A]\n"
         "        pi = log_pi.exp()\n"
         "        with torch.no_grad():\n"
-        "            q_star = worst_case(critic, s, pi, z)  # [B, A]\n",
+        "            q_star = worst_case(critic, s, pi, z, prior)  # [B, A]\n",
         "        log_pi = actor(s).log_softmax(-1)  # [B, A]\n"
         "        pi = log_pi.exp()\n"
         "        with torch.no_grad():\n"
-        "            q_star = worst_case(critic, s, pi, z)  # [B, A]\n"
+        "            q_star = worst_case(critic, s, pi, z, prior)  # [B, A]\n"
         "        q_optimizer.step()\n",
         "the actor's worst case from before the critic's step",
     ),

@@ -1,0 +1,123 @@
+"""Does the ellipsoid hold the truth as often as upsilon says? Policy evaluation on RiverSwim with a fixed policy.
+
+    python docs/benchmark/calibration.py
+
+A policy that was learned on the data was also chosen on them, so its values are the ones that the data overrate. Here
+the policy is fixed beforehand, the one that collected the data, and the critics of ersac_tabular.py only evaluate it.
+Columns: the share of states whose ellipsoid holds the true Q-vector, and the share whose robust value is a lower bound
+of the true value. Unseen pairs have an entry of their own: no data speak there, only the initial tables do. The same
+for learned policies is tabular.py --grid calibration. Finished seeds are skipped the next time.
+"""
+
+import csv
+import itertools
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from ersac_tabular import Args as Tabular  # noqa: E402
+from ersac_tabular import (  # noqa: E402
+    collect,
+    expectile_value_iteration,
+    inside,
+    policy_value,
+    riverswim,
+    robust_target,
+    worst_case_ellipsoid,
+)
+
+UPSILONS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+CURVES = [(100, 0.5), (100, 0.1), (100, 0.9), (10, 0.5), (1000, 0.5)]  # transitions per state, tau
+COLUMNS = ["dataset_size", "expectile_tau", "targets", "upsilon", "seed", "coverage_rate", "lower_bound_rate"]
+COLUMNS += ["coverage_rate_seen", "lower_bound_rate_seen", "share_seen", "commit"]
+
+
+@dataclass
+class Args:
+    workers: int = 2
+    """processes at a time, one thread each"""
+    num_seeds: int = 10
+    """seeds, counted from 100"""
+    out: str = str(ROOT / "docs" / "benchmark" / "calibration.csv")
+    """CSV to append to"""
+
+
+def evaluate_fixed(size, tau, targets, seed, commit):
+    """Rows of one data set: the defaults of ersac_tabular.py, with a policy that stays as it is."""
+    torch.set_num_threads(1)
+    default = Tabular()
+    N = default.num_critics
+    P, R = riverswim()
+    S, A, _ = P.shape
+    behaviour = expectile_value_iteration(P, R, tau, default.gamma).argmax(-1)  # [S]
+    pi = (1 - default.epsilon) * np.eye(A)[behaviour] + default.epsilon / A  # the policy of the data, [S, A]
+    rng = np.random.default_rng([seed, 0])
+    visits = collect(P, behaviour, size * S, default.epsilon, default.reset_prob, rng)  # [S, A, S]
+    resamples = np.random.default_rng([seed, 1]).multinomial(size * S, visits.ravel() / visits.sum(), N)
+    resamples = torch.tensor(resamples.reshape(N, S, A, S)).double()
+    n = resamples.sum(-1)  # [N, S, A]
+    p_hat = resamples / n.clamp(min=1)[..., None]  # [N, S, A, S]
+    step = 1 - (1 - default.q_lr) ** n
+    prior = (R.min() / (1 - default.gamma), R.max() / (1 - default.gamma))
+    v = policy_value(P, R, pi, default.gamma)  # [S]
+    truth = torch.tensor((P * (R + default.gamma * v)).sum(-1))  # Q^pi, [S, A]
+    seen = visits.sum(-1).min(-1) > 0  # every action of the state was taken, [S]
+    pi = torch.tensor(pi)
+    reward = torch.tensor(R)
+
+    def train(upsilon):
+        q = torch.tensor(np.random.default_rng([seed, 2]).uniform(*prior, (N, S, A)))
+        q_target = q.clone()
+        for _ in range(default.total_updates):
+            if targets == "shared":
+                q_next = worst_case_ellipsoid(q_target, pi, upsilon)  # [S, A]
+            else:
+                q_next = q_target[:, None, None]  # [N, 1, 1, S, A]
+            y = robust_target(reward, 0.0, pi, pi.log(), q_next, 0.0, default.gamma)  # [(N,) S, A, S]
+            q += step * ((p_hat * y).sum(-1) - q)
+            q_target.lerp_(q, default.polyak)
+        return q
+
+    rows = []
+    q = train(None) if targets == "own" else None  # own targets know no upsilon while they learn
+    for upsilon in UPSILONS:
+        if targets == "shared":
+            q = train(upsilon)
+        covered = inside(truth, q, "ellipsoid", upsilon, 0.01).numpy()  # [S]; up to 0.01, as in ersac_tabular.py
+        bound = ((pi * worst_case_ellipsoid(q, pi, upsilon)).sum(-1).numpy() <= v + 0.01).astype(float)  # [S]
+        row = [size, tau, targets, upsilon, seed, covered.mean(), bound.mean()]
+        row += [covered[seen].mean(), bound[seen].mean(), seen.mean(), commit]
+        rows.append([round(x, 6) if isinstance(x, float) else x for x in row])
+    return rows
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    path = Path(args.out)
+    text = path.read_text() if path.exists() else ",".join(COLUMNS) + "\n"
+    rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+    done = {(row["dataset_size"], row["expectile_tau"], row["targets"], row["seed"]) for row in rows}
+    tasks = []
+    for (size, tau), targets, i in itertools.product(CURVES, ("own", "shared"), range(args.num_seeds)):
+        if (str(size), str(tau), targets, str(100 + i)) not in done:
+            tasks.append((size, tau, targets, 100 + i))
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if not path.exists():
+        path.write_text(text)
+    with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(evaluate_fixed, *task, described.stdout.strip()) for task in tasks]
+        for future in tqdm(as_completed(futures), total=len(futures), desc="calibration", unit="data set"):
+            with open(path, "a", newline="") as f:
+                csv.writer(f, lineterminator="\n").writerows(future.result())
