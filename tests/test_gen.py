@@ -1072,14 +1072,14 @@ def before_every_step(call):
         handle.remove()
 
 
-def interruption(steps):
+def interruption(steps, number=signal.SIGINT):
     """A function that interrupts the process when it has been called so many times."""
     calls = []
 
     def call(optimizer):
         calls.append(optimizer)
         if len(calls) == steps:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     return call
 
@@ -1113,6 +1113,25 @@ def test_floors(run, tmp_path):
             assert re.search(rf"^{name}-{level}: greedy return [0-9.]+, the floor is {floor}$", done.out, re.M)
             policy = torch.load(tmp_path / f"mine/{name}-{level}/policy.pt", weights_only=True)
             assert all(torch.equal(policy["actor"][key], start["actor"][key]) for key in start["actor"])
+
+
+def test_new_policies_are_announced_and_kept_beside_the_data(run, tmp_path, datasets):
+    """Not in docs/policies, which is part of the repository. A second data set finds them and trains nothing."""
+    before = policy_files(ROOT / "docs" / "policies")
+    flags = ("--env-id", "Acrobot-v1", *TINY, "--hidden-dim", 8)
+    done = run("gen_expectile_data", *flags, "--dataset-size", 20)
+    assert done.code == 0, done.err
+    cache = datasets / ".expectile-policies"
+    first, second, *_ = done.out.splitlines()
+    assert first == "Acrobot-v1: 2 policies to train, 2 environment steps in all, about a"
+    assert second == f"minute per 200,000 on one core; they are kept in {cache}."
+    assert sorted(policy_files(cache)) == ["acrobot-start", "acrobot-tau50"]
+    assert policy_files(ROOT / "docs" / "policies") == before and "acrobot-start" not in before
+    again = run("gen_expectile_data", *flags, "--dataset-size", 30, "--exp-name", "again")
+    assert again.code == 0 and "to train" not in again.out
+    assert [*minari.list_local_datasets()] == ["ersac/acrobot/tau50-20-v0", "ersac/acrobot/tau50-30-v0"]
+    one = run("gen_expectile_data", "--env-id", "CartPole-v1", "--dataset-size", 30, *FEW)
+    assert one.code == 0 and "to train" not in one.out  # those of the repository
 
 
 def test_other_environments(run, tmp_path):
@@ -1179,9 +1198,9 @@ def test_interrupted_training_says_how_to_go_on_and_ends_with_the_same_bits(run,
 
 
 def test_metrics_are_there_after_ten_rollouts(run):
-    """An interruption in the twelfth rollout, in the middle of the start: what was written is ten rows and a header."""
+    """SIGTERM in the twelfth rollout, in the middle of the start: what was written is ten rows and a header."""
     s = settings(start_steps=13 * 4096)
-    with before_every_step(interruption(11 * 32 + 5)):
+    with before_every_step(interruption(11 * 32 + 5, signal.SIGTERM)):
         flags = ("--env-id", "test/Chain-v0", "--dataset-size", 50, "--retrain", *flags_of(s))
         done = run("gen_expectile_data", *flags, "--floor", -1e9, *FEW)
     (folder,) = done.folders
