@@ -108,6 +108,9 @@ if __name__ == "__main__":
         optimizer.step()
     speed = args.total_updates / (time.time() - started)
     env = make_eval_env(dataset)
+    if env is None:
+        sys.exit(f"{dataset.spec.dataset_id}: without an environment there is nothing to compare.")
+    args.env_id = env.spec.id
     scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)

@@ -133,6 +133,9 @@ if __name__ == "__main__":
     )
     speed = args.total_updates / (time.time() - started)
     env = make_eval_env(dataset)
+    if env is None:
+        sys.exit(f"{dataset.spec.dataset_id}: without an environment there is nothing to compare.")
+    args.env_id = env.spec.id
     policy = Greedy(algo, A)
     scores = evaluate(policy, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
     low = dataset.storage.metadata.get("ref_min_score")
