@@ -95,7 +95,7 @@ class Args:
     cql_weight: float = 1.0
     """weight of CQL's penalty"""
     iql_expectile: float = 0.7
-    """expectile of IQL's values: above 0.5 leans to good outcomes, unlike --expectile-tau elsewhere"""
+    """expectile of IQL's values: above 0.5 leans to good outcomes (--expectile-tau: the reverse)"""
     iql_beta: float = 3.0
     """inverse temperature of IQL's advantage weights"""
     bcq_threshold: float = 0.3
@@ -188,21 +188,13 @@ def start_tracking(args, run_name, dataset_id, label, script):
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
     resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
+    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=f"{dataset_id} {label} {script}",
-            tags=[label, script],
-            name=run_name,
-            id=run_name,
-            config=asdict(args) | resolved,
-            save_code=True,
-            resume="allow",
-            reinit="create_new",
-        )
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -212,7 +204,7 @@ def start_tracking(args, run_name, dataset_id, label, script):
 def open_dataset(dataset_id):
     """A Minari data set, downloaded if it is not on this machine."""
     if not re.search(r"-v\d+$", dataset_id):
-        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in minigrid/fourrooms-v0.")
+        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in some/name-v0.")
     here = get_dataset_path(dataset_id).exists()
     try:
         return minari.load_dataset(dataset_id, download=True)
@@ -242,8 +234,8 @@ def check_spaces(dataset):
 
 
 def stored_episodes(dataset):
-    """Frames, actions, rewards and terminations of every episode. Minari would decode an episode whole, up to
-    2.7 GB of pixels; of an HDF5 file we read a frame at a time."""
+    """Frames, actions, rewards and terminations of every episode. Minari would decode an episode
+    whole, up to 2.7 GB of pixels; of an HDF5 file we read a frame at a time."""
     path = os.path.join(dataset.storage.data_path, "main_data.hdf5")
     if not os.path.exists(path):  # Arrow or Parquet
         for episode in dataset.iterate_episodes():
@@ -277,9 +269,8 @@ def decode_episodes(dataset, folder):
                 if frame.ndim == 1:  # a JPEG file
                     frame = np.asarray(Image.open(io.BytesIO(frame)))
                 f.write(decode(frame).tobytes())
-            number = at + np.arange(T)
-            first = np.full(T, at)
-            columns.append((number, first, np.int64(action), np.float32(reward), np.float32(terminated)))
+            frame_numbers = (at + np.arange(T), np.full(T, at))
+            columns.append((*frame_numbers, np.int64(action), np.float32(reward), np.float32(terminated)))
             at += T + 1
     np.savez(os.path.join(folder, "columns.npz"), *map(np.concatenate, zip(*columns)))
 
@@ -301,8 +292,8 @@ def load_frames(dataset, cache_dir):
             os.rename(temporary, cache)
         except Exception as error:
             if not os.path.isdir(cache):  # it is there if another run was faster
-                what = f"{name} cannot be decoded into {parent} ({error})"
-                sys.exit(f"{what}; choose another --cache-dir, or `minari delete {name}` and try again.")
+                what = f"{name} cannot be decoded into {parent} ({error}); choose another --cache-dir,"
+                sys.exit(f"{what} or `minari delete {name}` and try again.")
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     frames = np.load(os.path.join(cache, "frames.npy"), mmap_mode="r")
@@ -588,7 +579,7 @@ if __name__ == "__main__":
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
     if checkpoint and args.anneal_lr and args.total_updates > checkpoint["args"]["total_updates"]:
         left = 1 - checkpoint["update"] / args.total_updates
-        print(f"The run is extended: step sizes start again at {left:.0%} of their first values and fall to 0.")
+        print(f"Extended: the step sizes start again at {left:.0%} of their first values and fall to 0.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # the same numbers whatever the machine
@@ -881,6 +872,6 @@ if __name__ == "__main__":
     played = f"return {scores.mean():.1f} over {len(scores)} episodes"
     print(f"{script}, {label} on {dataset_id}: {played}")
     if normalized is not None:
-        scale = f"0 is a return of {low:.1f} and 100 one of {high:.1f}, the data set's reference scores"
+        scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
         print(f"normalized return {normalized:.1f} ({scale})")
     print(f"run folder: {folder}")

@@ -64,7 +64,7 @@ class Args:
     dataset_seed: int = 1
     """which draw of the default data set: other episodes of the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the data's policy: 0.1 seeks risk, 0.9 avoids it (IQL counts the other way)"""
+    """risk level of the data's policy: 0.1 seeks risk, 0.9 avoids it (IQL: the reverse)"""
     early_fraction: float = 0.0
     """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
     return_scale: float | None = 10.0
@@ -180,21 +180,13 @@ def start_tracking(args, run_name, dataset_id, label, script):
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
     resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
+    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=f"{dataset_id} {label} {script}",
-            tags=[label, script],
-            name=run_name,
-            id=run_name,
-            config=asdict(args) | resolved,
-            save_code=True,
-            resume="allow",
-            reinit="create_new",
-        )
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -220,7 +212,7 @@ def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, datase
 def open_dataset(dataset_id):
     """A Minari data set, downloaded if it is not on this machine."""
     if not re.search(r"-v\d+$", dataset_id):
-        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in minigrid/fourrooms-v0.")
+        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in some/name-v0.")
     here = get_dataset_path(dataset_id).exists()
     try:
         return minari.load_dataset(dataset_id, download=True)
@@ -252,10 +244,9 @@ def vector_space(dataset):
     if isinstance(space, gym.spaces.Dict):
         parts = {key: part for key, part in space.items() if not isinstance(part, gym.spaces.Text)}
         space = gym.spaces.Dict(parts)
-    if isinstance(space, gym.spaces.Text) or not space.is_np_flattenable or gym.spaces.flatdim(space) == 0:
-        sys.exit(f"{name} has {space} observations, which are not vectors and cannot be made to be.")
-    if gym.spaces.flatdim(space) > 5000:
-        sys.exit(f"{name} has {space} observations; ersac_atari.py is the script for images.")
+    text = isinstance(space, gym.spaces.Text)
+    if text or not space.is_np_flattenable or not 0 < gym.spaces.flatdim(space) < 5000:
+        sys.exit(f"{name} has {space} observations, not vectors (ersac_atari.py reads images).")
     return space
 
 
@@ -269,6 +260,7 @@ def load_transitions(dataset, gamma):
     space = vector_space(dataset)
     if space != dataset.spec.observation_space:
         print(f"{name}: the text in its observations is left out.")
+    batch = gym.vector.utils.batch_space(space)
     columns = []
     try:
         for episode in dataset.iterate_episodes():
@@ -277,8 +269,8 @@ def load_transitions(dataset, gamma):
             for reward in episode.rewards[::-1]:
                 return_to_go = reward + gamma * return_to_go
                 returns.append(return_to_go)
-            steps = gym.vector.utils.iterate(gym.vector.utils.batch_space(space), episode.observations)
-            obs = np.array([gym.spaces.flatten(space, step) for step in steps], np.float32)  # [T + 1, D]
+            steps = gym.vector.utils.iterate(batch, episode.observations)
+            obs = np.array([gym.spaces.flatten(space, x) for x in steps], np.float32)  # [T + 1, D]
             column = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
             columns.append((*column, returns[::-1]))
         tensors = [torch.as_tensor(np.concatenate(x)) for x in zip(*columns)]
@@ -293,20 +285,24 @@ def load_transitions(dataset, gamma):
 
 
 def make_eval_env(dataset, video_folder=None):
-    """The environment that the data set names for evaluation, observed as vectors; None if there is none."""
+    """The data set's environment for evaluation, observed as vectors; None if there is none."""
     space = vector_space(dataset)
+
+    def flatten(obs):
+        return gym.spaces.flatten(space, obs)
+
     mode = {"render_mode": "rgb_array"} if video_folder else {}
     try:
         env = dataset.recover_environment(eval_env=True, **mode)
     except Exception as error:
-        print(f"{dataset.spec.dataset_id}: no environment, so the policy is not evaluated ({error}).")
+        name = dataset.spec.dataset_id
+        print(f"{name}: no environment, so the policy is not evaluated ({error}).")
         return None
     if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
         env = gym.wrappers.TimeLimit(env, 10_000)
     if video_folder:
         env = gym.wrappers.RecordVideo(env, video_folder, lambda episode: episode == 0)
-    vector = gym.spaces.flatten_space(space)
-    return gym.wrappers.TransformObservation(env, lambda obs: gym.spaces.flatten(space, obs), vector)
+    return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
 
 
 # ===== Critic: one network with a mean and a stochastic head
@@ -530,7 +526,7 @@ if __name__ == "__main__":
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
     if checkpoint and args.anneal_lr and args.total_updates > checkpoint["args"]["total_updates"]:
         left = 1 - checkpoint["update"] / args.total_updates
-        print(f"The run is extended: step sizes start again at {left:.0%} of their first values and fall to 0.")
+        print(f"Extended: the step sizes start again at {left:.0%} of their first values and fall to 0.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # the networks are too small to share
@@ -808,10 +804,10 @@ if __name__ == "__main__":
     played = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
     print(f"{script}, {label} on {dataset_id}: {played}")
     if normalized is not None:
-        scale = f"0 is a return of {low:.1f} and 100 one of {high:.1f}, the data set's reference scores"
+        scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
         print(f"normalized return {normalized:.1f} ({scale})")
     gap = rows[-1]["charts/q_star_minus_return"]
-    if args.return_scale and gap > 0.5 * args.return_scale:  # half the root mean square of the returns
-        print(f"warning: even the worst case is above the data's returns (q_star_minus_return {gap:.1f}),")
+    if args.return_scale and gap > 0.5 * args.return_scale:  # half their root mean square
+        print(f"warning: even the worst case is above the returns (q_star_minus_return {gap:.1f}),")
         print("so the critic is optimistic on its own data, and its policy is likely to be poor.")
     print(f"run folder: {folder}")

@@ -48,7 +48,7 @@ class Args:
     dataset_size: int = 10
     """transitions per state; the paper has 10, 100 and 1000"""
     expectile_tau: float = 0.5
-    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL counts the other way)"""
+    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL: the reverse)"""
     epsilon: float = 0.1
     """probability that the behaviour policy takes a uniformly random action"""
     reset_prob: float = 0.1
@@ -136,21 +136,13 @@ def start_tracking(args, run_name, dataset_id, label, script):
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
     resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
+    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=f"{dataset_id} {label} {script}",
-            tags=[label, script],
-            name=run_name,
-            id=run_name,
-            config=asdict(args) | resolved,
-            save_code=True,
-            resume="allow",
-            reinit="create_new",
-        )
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)

@@ -58,7 +58,7 @@ class Args:
     dataset_seed: int = 1
     """seed of the collected episodes: another draw of the data from the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL counts the other way)"""
+    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL: the reverse)"""
     epsilon: float = 0.1
     """probability that the executed action is a random one, in expectile training and collection"""
     early_fraction: float = 0.0
@@ -67,7 +67,7 @@ class Args:
     """replace a data set that exists; otherwise it is reported and left alone"""
 
     policy_dir: str | None = None
-    """folder of trained policies; None: docs/policies, and a cache with Minari's data for new ones"""
+    """folder of trained policies; None: docs/policies, and for new ones a cache in Minari's folder"""
     retrain: bool = False
     """train the policies anew and keep them in the run folder; those in policy_dir stay"""
     estimator: Literal["action-noise", "resample"] = "action-noise"
@@ -145,21 +145,13 @@ def start_tracking(args, run_name, dataset_id, label, script):
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
     resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
+    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=f"{dataset_id} {label} {script}",
-            tags=[label, script],
-            name=run_name,
-            id=run_name,
-            config=asdict(args) | resolved,
-            save_code=True,
-            resume="allow",
-            reinit="create_new",
-        )
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -566,13 +558,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # the networks are too small to share
 
     # ----- the data set: is there anything to do?
-    dataset_id = dataset_name(
-        args.env_id,
-        args.expectile_tau,
-        args.dataset_size,
-        args.early_fraction,
-        args.dataset_seed,
-    )
+    draw = (args.early_fraction, args.dataset_seed)
+    dataset_id = dataset_name(args.env_id, args.expectile_tau, args.dataset_size, *draw)
     if get_dataset_path(dataset_id).exists() and not args.overwrite:
         print(f"{dataset_id} exists and is left alone; --overwrite replaces it.")
         sys.exit(0)
@@ -586,19 +573,9 @@ if __name__ == "__main__":
     committed = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
     cache = os.path.join(get_dataset_path(), ".expectile-policies")
     policy_dirs = [args.policy_dir] if args.policy_dir else [committed, cache]
-    shaping = {  # these and the seed make a policy
-        "env_id": args.env_id,
-        "epsilon": args.epsilon,
-        "estimator": args.estimator,
-        "num_resamples": args.num_resamples,
-        "start_steps": args.start_steps,
-        "finish_steps": args.finish_steps,
-        "hidden_dim": args.hidden_dim,
-        "policy_lr": args.policy_lr,
-        "gamma": args.gamma,
-        "reward_scale": args.reward_scale,
-        "advantage_floor": args.advantage_floor,
-    }
+    shaping = ("env_id", "epsilon", "estimator", "num_resamples", "start_steps", "finish_steps")
+    shaping += ("hidden_dim", "policy_lr", "gamma", "reward_scale", "advantage_floor")
+    shaping = {name: getattr(args, name) for name in shaping}  # these and the seed make a policy
     policies = checkpoint["policies"] if checkpoint else {}
     current = checkpoint["current"] if checkpoint else None  # a policy in training
     to_train = []
@@ -658,15 +635,11 @@ if __name__ == "__main__":
     random_return = 0.0
     if to_train:
         steps = sum(args.start_steps if tau is None else args.finish_steps for tau in to_train)
-        print(f"{args.env_id}: {len(to_train)} policies to train, {steps:,} environment steps in all, about a")
-        print(f"minute per 200,000 on one core; they are kept in {keep_in[-1]}.", flush=True)
+        print(f"{args.env_id}: {len(to_train)} policies to train, {steps:,} environment steps, about a minute")
+        print(f"per 200,000 on one core; they are kept in {keep_in[-1]}.", flush=True)
         random_return = episode_returns(env, None, args.eval_episodes, [args.seed, 1]).mean().item()
     for tau in to_train:
         name = names[tau]
-        if tau is None:
-            print(f"{name}: training the neutral start of all taus")
-        else:
-            print(f"{name}: training with expectile {tau}")
         floor = args.floor
         if floor is None:
             floor = env.spec.reward_threshold

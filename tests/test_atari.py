@@ -544,7 +544,7 @@ def test_three_updates_in_plain_code(run, load, walks, algo, changes):
     assert {name: folder.args[name] for name in flags} == flags and folder.args["algo"] == algo
     assert done.folders[0].name.split("__")[:3] == ["Walk-v0", "ersac_atari", str(seed)]
     assert f"ersac_atari.py, {label} on test/walk-v0: return {scores.mean():.1f} over 3 episodes\n" in done.out
-    scale = "(0 is a return of -7.0 and 100 one of 1.5, the data set's reference scores)"
+    scale = "(0 is a return of -7.0, 100 is 1.5: the data set's reference scores)"
     assert f"\nnormalized return {expected['normalized_return']:.1f} {scale}\n" in done.out
 
 

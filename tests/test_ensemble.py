@@ -389,7 +389,7 @@ def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, data
     for name, value in expected.items():
         assert result[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
     assert f"ersac_ensemble.py, {label} on test/chain-v0: return {returns.mean():.1f} over 25 episodes\n" in done.out
-    assert "(0 is a return of -14.0 and 100 one of 25.0, the data set's reference scores)" in done.out
+    assert "(0 is a return of -14.0, 100 is 25.0: the data set's reference scores)" in done.out
 
 
 # ----- Proposition 3.1 on the loop: with the box set the script is SAC-N

@@ -436,7 +436,7 @@ def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, loa
     }
     named = f"ersac_epinet.py, {method.removeprefix('ERSAC-')} on test/chain-v0"
     assert f"{named}: return {returns.mean():.1f} over {o.eval_episodes} episodes\n" in done.out
-    scale = "(0 is a return of -14.0 and 100 one of 25.0, the data set's reference scores)"
+    scale = "(0 is a return of -14.0, 100 is 25.0: the data set's reference scores)"
     assert f"normalized return {got.result['normalized_return']:.1f} {scale}\n" in done.out
     assert f"run folder: {Path('runs') / done.folders[0].name}" in done.out
 

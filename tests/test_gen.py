@@ -1044,7 +1044,7 @@ def test_training_is_reproducible_and_its_policies_are_kept(run, tmp_path):
     flags += ("--estimator", "resample", "--num-resamples", 2, "--hidden-dim", 8)
     first = run("gen_expectile_data", *flags, "--exp-name", "first")
     assert first.code == 0, first.err
-    assert "cartpole-start: training the neutral start" in first.out
+    assert "CartPole-v1: 3 policies to train" in first.out
     names = {"cartpole-start", "cartpole-tau50", "cartpole-tau90"}
     assert set(policy_files(tmp_path / "mine")) == set(policy_files(first.folders[0])) == names
     stored = arrays("ersac/cartpole/tau90-100-v0")
@@ -1123,8 +1123,8 @@ def test_new_policies_are_announced_and_kept_beside_the_data(run, tmp_path, data
     assert done.code == 0, done.err
     cache = datasets / ".expectile-policies"
     first, second, *_ = done.out.splitlines()
-    assert first == "Acrobot-v1: 2 policies to train, 2 environment steps in all, about a"
-    assert second == f"minute per 200,000 on one core; they are kept in {cache}."
+    assert first == "Acrobot-v1: 2 policies to train, 2 environment steps, about a minute"
+    assert second == f"per 200,000 on one core; they are kept in {cache}."
     assert sorted(policy_files(cache)) == ["acrobot-start", "acrobot-tau50"]
     assert policy_files(ROOT / "docs" / "policies") == before and "acrobot-start" not in before
     again = run("gen_expectile_data", *flags, "--dataset-size", 30, "--exp-name", "again")

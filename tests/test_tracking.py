@@ -182,13 +182,13 @@ def test_cloning_is_tracked_too(datasets, tmp_path):
 def test_an_extended_run_says_what_becomes_of_the_step_sizes(script, run, load, datasets):
     (folder,) = run(script, *DATA, *SMALL).folders
     again = run(script, "--resume", folder)
-    assert again.code == 0 and "The run is extended" not in again.out
+    assert again.code == 0 and "Extended: " not in again.out
     longer = run(script, "--resume", folder, "--total-updates", 10)
-    assert "The run is extended: step sizes start again at 20% of their first values and fall to 0." in longer.out
+    assert "Extended: the step sizes start again at 20% of their first values and fall to 0." in longer.out
     rates = [group["lr"] for group in load(folder).checkpoint["q_optimizer"]["param_groups"]]
     assert rates == pytest.approx([0.1 * load(folder).args["q_lr"]] * len(rates))  # of the last update
     (constant,) = run(script, *DATA, *SMALL, "--no-anneal-lr", "--exp-name", "constant").folders
-    assert "The run is extended" not in run(script, "--resume", constant, "--total-updates", 10).out
+    assert "Extended: " not in run(script, "--resume", constant, "--total-updates", 10).out
 
 
 @pytest.mark.parametrize("script", ["ersac_ensemble", "ersac_epinet"])
@@ -205,9 +205,6 @@ def test_a_critic_above_the_returns_is_warned_of(script, run, load, datasets):
     done = run(script, *DATA, *SMALL, *loud)
     assert done.code == 0, done.err
     gap = load(done.folders[0]).checkpoint["rows"][-1]["charts/q_star_minus_return"]
-    assert (
-        gap > 5
-        and f"warning: even the worst case is above the data's returns (q_star_minus_return {gap:.1f})" in done.out
-    )
+    assert gap > 5 and f"warning: even the worst case is above the returns (q_star_minus_return {gap:.1f})" in done.out
     assert "warning" not in run(script, *DATA, *SMALL, *loud, "--return-scale", "None", "--exp-name", "raw").out
     assert "warning" not in run(script, *DATA, *SMALL, "--exp-name", "quiet").out

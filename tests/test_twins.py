@@ -91,5 +91,5 @@ def test_scripts_import_nothing_from_each_other_and_document_every_argument(name
 def test_the_two_expectiles_say_that_they_lean_apart():
     """0.9 avoids risk in the data's policy and seeks good outcomes in IQL."""
     for name in (TABULAR, ENSEMBLE, EPINET, GEN):
-        assert "0.9 avoids it (IQL counts the other way)" in SCRIPTS[name]
-    assert "above 0.5 leans to good outcomes, unlike --expectile-tau" in SCRIPTS[ATARI]
+        assert "0.9 avoids it (IQL: the reverse)" in SCRIPTS[name]
+    assert "above 0.5 leans to good outcomes (--expectile-tau: the reverse)" in SCRIPTS[ATARI]
