@@ -160,7 +160,8 @@ def test_booleans_of_a_wandb_sweep(run, load, datasets):
     args = load(done.folders[0]).args
     assert args["bootstrap"] and not args["layer_norm"] and not args["anneal_lr"] and not args["autotune"]
     for script in ("ersac_epinet", "ersac_atari", "ersac_tabular", "gen_expectile_data"):
-        assert run(script, "--track=False", "--help").code == 0
+        done = run(script, "--track=False", "--gamma=2")  # read, and refused for another reason
+        assert done.code == 1 and done.err.startswith("--gamma 2.0: "), done.err
 
 
 def test_cloning_is_tracked_too(datasets, tmp_path):
