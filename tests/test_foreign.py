@@ -135,6 +135,38 @@ def test_data_without_an_environment_train_and_are_not_evaluated(run, load, fore
     assert run(script, "--resume", done.folders[0]).code == 0
 
 
+def test_arrow_files_are_read_too(run, load, foreign, tmp_path):
+    """Minari writes HDF5 by default and Arrow on request: the same transitions, the same frames."""
+    acrobot = gym.make("Acrobot-v1")
+    with warnings.catch_warnings(action="ignore"):
+        buffers = random_play(acrobot, 5)
+        minari.create_dataset_from_buffers("other/arrow-v0", buffers, env=acrobot, data_format="arrow")
+    import ersac_atari
+    import ersac_ensemble
+
+    names = ("other/arrow-v0", "other/acrobot/random-v0")
+    arrow, hdf5 = (ersac_ensemble.load_transitions(minari.load_dataset(name), 0.9) for name in names)
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(arrow, hdf5, strict=True))
+    assert run("ersac_ensemble", "--dataset-id", "other/arrow-v0", *FEW, "--num-critics", 2).code == 0
+
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(256, size=(9, 40, 40, 3), dtype=np.uint8)
+    columns = {"actions": rng.integers(3, size=8), "rewards": rng.normal(size=8)}
+    columns |= {"terminations": np.arange(8) == 7, "truncations": np.zeros(8, bool)}
+    image = gym.spaces.Box(0, 255, (40, 40, 3), np.uint8)
+    spaces = {"observation_space": image, "action_space": gym.spaces.Discrete(3)}
+    frames = []
+    for kind in ("arrow", "hdf5"):
+        buffer = EpisodeBuffer(id=0, observations=pictures, **columns)
+        with warnings.catch_warnings(action="ignore"):
+            name = f"other/pictures/{kind}-v0"
+            dataset = minari.create_dataset_from_buffers(name, [buffer], data_format=kind, **spaces)
+        (tmp_path / kind).mkdir()
+        ersac_atari.decode_episodes(dataset, tmp_path / kind)
+        frames.append(np.load(tmp_path / kind / "frames.npy"))
+    assert frames[0].shape == (9, 84, 84) and np.array_equal(*frames) and len(np.unique(frames[0])) > 50
+
+
 # ----- what cannot be had
 @pytest.mark.parametrize("script", [*BOTH, "ersac_atari"])
 def test_missing_damaged_and_misspelt_are_three_sentences(run, foreign, monkeypatch, script):
