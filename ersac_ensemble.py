@@ -70,8 +70,8 @@ class Args:
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
-    targets: Literal["shared", "own"] = "shared"
-    """shared: the paper's one robust target for all; own: every critic bootstraps from itself"""
+    targets: Literal["own", "shared"] = "own"
+    """own: every critic bootstraps from itself; shared: the paper's one robust target for all"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
     """set over the critics' Q-vectors: box (this is SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
@@ -82,14 +82,14 @@ class Args:
     """weight of the ensemble-similarity term; above 0 the method is EDAC"""
     bootstrap: bool = False
     """weigh every transition, for every critic, by a fixed Poisson(1) draw: a bootstrap resample"""
-    prior_scale: float = 0.0
+    prior_scale: float = 30.0
     """add this much of a frozen random network to every critic; 0, no prior, is the paper's form"""
-    input_scale: float = 1.0
+    input_scale: float = 3.0
     """factor on the observation that critics and priors read; 1 is the paper's form"""
     layer_norm: bool = True
     """layer normalisation in the critics, which keeps values of unseen actions from running away"""
 
-    total_updates: int = 20_000
+    total_updates: int = 10_000
     """updates of critics, actor and entropy coefficient"""
     batch_size: int = 128
     """transitions in a minibatch"""

@@ -72,8 +72,8 @@ class Args:
     normalize_obs: bool = True
     """shift and scale observations by the data's mean and standard deviation"""
 
-    targets: Literal["shared", "own"] = "shared"
-    """shared: the paper's one robust target for all; own: every index z bootstraps from itself"""
+    targets: Literal["own", "shared"] = "own"
+    """own: every index z bootstraps from itself; shared: the paper's one robust target for all"""
     method: Literal["ell-epi-star", "ell-epi"] = "ell-epi-star"
     """ell-epi-star: the set in closed form; ell-epi: the set through sampled indices"""
     uncertainty_set: Literal["ellipsoid", "box"] = "ellipsoid"
@@ -86,13 +86,13 @@ class Args:
     """N, the indices drawn for the sampled set and loss of ell-epi"""
     head: Literal["linear", "mlp"] = "linear"
     """stochastic head: linear in z (the paper's), or an MLP that reads z too (ell-epi only)"""
-    head_input: Literal["features", "obs"] = "features"
-    """what the stochastic heads read: the features of the mean (the paper's form) or the observation"""
+    head_input: Literal["obs", "features"] = "obs"
+    """what the stochastic heads read: the observation, or the features of the mean (the paper's form)"""
     input_scale: float = 3.0
     """factor on the observation with --head-input obs: how fast the prior varies between states"""
-    prior_scale: float = 0.3
-    """size of the frozen prior head, the uncertainty where there are no data"""
-    noise_scale: float = 0.01
+    prior_scale: float = 3.0
+    """size of the frozen prior head, the uncertainty where there are no data (paper's form: 0.3)"""
+    noise_scale: float = 0.1
     """size of the noise that every transition adds to its target along c, its fixed random direction"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
@@ -101,7 +101,7 @@ class Args:
     layer_norm: bool = True
     """layer normalisation in the critic, which keeps values of unseen actions from running away"""
 
-    total_updates: int = 20_000
+    total_updates: int = 10_000
     """updates of critic, actor and entropy coefficient"""
     batch_size: int = 256
     """transitions in a minibatch"""

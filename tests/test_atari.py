@@ -1071,7 +1071,7 @@ def test_recorder_makes_a_lossless_data_set_with_reference_scores(run, games, mo
     monkeypatch.setenv("MINARI_DATASETS_PATH", os.environ["MINARI_DATASETS_PATH"])  # the script changes it
     flags = ("--steps", 60, "--max-episode-steps", 40, "--reference-episodes", 2, "--random-share", 0.5)
     done = run("docs/benchmark/record_atari", "--dataset-id", "test/recorded-v0", *flags)
-    assert done.code == 0 and "80 steps, 2 episodes" in done.out, done.err
+    assert done.code == 0 and "80 steps, 2 episodes, 2 of them scripted" in done.out, done.err
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(games))
     dataset = minari.load_dataset("test/recorded-v0")
     assert dataset.total_steps == 80 and dataset.total_episodes == 2

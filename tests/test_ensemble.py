@@ -951,4 +951,5 @@ def test_runs_as_a_real_process(datasets, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.iterdir()
-    assert json.loads((folder / "result.json").read_text())["method"] == "ERSAC-Ell-N" and str(folder) in done.stdout
+    result = json.loads((folder / "result.json").read_text())
+    assert result["method"] == "ERSAC-Ell-N-own" and str(folder) in done.stdout

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import json
 import runpy
 import subprocess
@@ -134,6 +135,8 @@ def test_any_data_set_by_its_id(sweep):
     assert all(flag(c, "env-id") is None and flag(c, "dataset-id") == "my/set-v0" for c in done.commands)
     assert [r["dataset_id"] for r in done.rows] == ["my/set-v0"] * 2 and done.rows[0]["dataset_size"] == ""
     assert sweep.call(*flags).commands == []
+    done = sweep.call("--datasets", "my/set-s{seed}-v0", "--methods", "BC", "--seeds", 7, 8)
+    assert [flag(c, "dataset-id") for c in done.commands] == ["my/set-s7-v0", "my/set-s8-v0"]
 
 
 def test_a_failed_run_is_reported_and_the_rest_finishes(sweep):
@@ -180,7 +183,7 @@ def test_methods_spell_out_flags_that_exist(method, monkeypatch):
         assert words in ([], ["--top", "0.5"])
         return
     needed = {"targets", "uncertainty-set", "prior-scale", "total-updates"}
-    needed |= {"method", "head-input", "noise-scale"} if "epinet" in script else {"input-scale"}
+    needed |= {"method", "head-input", "noise-scale", "q-lr", "policy-lr"} if "epinet" in script else {"input-scale"}
     needed |= {"upsilon"} if args.uncertainty_set == "ellipsoid" else set()
     assert needed <= {word[2:] for word in words}
     assert (args.targets == "own") == method.endswith("-own")
@@ -295,3 +298,32 @@ def test_calibration_of_a_fixed_policy_against_plain_loops(targets, upsilon, upd
     assert 0 < sum(below) < S  # the comparison says something
     assert targets == "shared" or 0 < sum(inside) < S  # sets of shared targets hold the truth nowhere
     assert coverage == pytest.approx(np.mean(inside)) and bound == pytest.approx(np.mean(below))
+
+
+# ----- the budget of online episodes
+def test_expected_best_against_all_subsets():
+    budget = runpy.run_path(str(BENCHMARK / "budget.py"))
+    values = [3.0, -1.0, 3.0, 10.0, 0.5]
+    for k in range(1, 6):
+        best = [max(subset) for subset in itertools.combinations(values, k)]
+        assert budget["expected_best"](values, k) == pytest.approx(np.mean(best))
+
+
+def test_the_bandit_finds_the_best_policy_and_starts_from_a_random_one():
+    budget = runpy.run_path(str(BENCHMARK / "budget.py"))
+    rng = np.random.default_rng(0)
+    returns = [np.full(100, 0.2), rng.permutation([0.0, 1.0] * 50), np.full(100, 0.9)]  # means 0.2, 0.5, 0.9
+    kept = budget["bandit"](returns, 200, 4000, rng)
+    assert kept[0] == pytest.approx((0.2 + 0.5 + 0.9) / 3, abs=0.02)  # one episode, of a policy drawn at random
+    assert kept[2] == pytest.approx(0.7, abs=0.02)  # one each: the noisy policy has 1 in half of the cases
+    assert kept[-1] > 0.89 and kept[-1] > kept[20] > kept[2]
+
+
+def test_cells_of_the_budget_have_complete_seeds_only(tmp_path):
+    budget = runpy.run_path(str(BENCHMARK / "budget.py"))
+    row = dict(random_return="-100", reference_return="100", eval_returns="100.0 0.0 -100.0", flags="")
+    rows = [row | dict(dataset_id=f"a/tau50-1k-s{s}-v0", seed=s, method=m) for s in ("7", "8") for m in "xy"]
+    rows.append(row | dict(dataset_id="a/tau50-1k-s9-v0", seed="9", method="x"))
+    (seeds,) = budget["cells"](rows).values()
+    assert len(seeds) == 2 and all(len(policies) == 2 for policies in seeds)
+    assert seeds[0][0] == pytest.approx([1.0, 0.5, 0.0])

@@ -1,11 +1,13 @@
-"""Record a Minari data set of Pong without any download: raw RGB frames, no sticky actions, frameskip 4.
+"""Record a Minari data set of Pong or Breakout without any download: raw RGB frames, no sticky actions, frameskip 4.
 
     python docs/benchmark/record_atari.py --steps 60000
+    python docs/benchmark/record_atari.py --game breakout --steps 60000 --random-episodes 0.5
 
-The policy reads ALE's memory (paddle and ball) and steers the paddle to where the ball will be; for a share of steps
-it plays a random action instead and holds it for a while. The data set's reference scores are the mean return of random
-play (0 on the normalised scale) and that of the recorded episodes (100). Frames are stored without loss, compressed, so
-that evaluation sees what the data show.
+The policy reads ALE's memory (paddle and ball) and steers the paddle to where the ball is or will be; for a share of
+steps it plays a random action instead and holds it for a while. --random-episodes mixes in episodes of random play,
+which cloning imitates as well. The data set's reference scores are the mean return of random play (0 on the normalised
+scale) and that of the scripted episodes (100). Frames are stored without loss, compressed, so that evaluation sees what
+the data show.
 """
 
 import os
@@ -15,6 +17,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import ale_py
 import gymnasium as gym
@@ -29,25 +32,38 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    dataset_id: str = "ersac/pong/scripted-v0"
-    """name of the data set to make"""
+    game: Literal["pong", "breakout"] = "pong"
+    """the game"""
+    dataset_id: str | None = None
+    """name of the data set to make; None is ersac/GAME/scripted-v0, or mixed-v0 with --random-episodes"""
     steps: int = 60_000
     """transitions to record at least; the last episode is played to its end"""
     random_share: float = 0.2
     """share of steps with a uniformly random action"""
+    random_episodes: float = 0.0
+    """share of the episodes with random play"""
     hold: int = 8
     """steps for which a random action is held, so that it shows in what follows"""
     seed: int = 0
     """seed of the policy's random actions and of the no-ops at the start of each episode"""
     max_episode_steps: int | None = None
-    """cut episodes after so many steps, in the data and in the recovered environment; None plays to 21 points"""
+    """cut episodes after so many steps, in the data and in the recovered environment; None plays to the end"""
     reference_episodes: int = 20
     """episodes of random play behind the lower reference score"""
     overwrite: bool = False
     """replace a data set of this name"""
 
 
-def scripted_action(ram, before, aim):
+def breakout_action(ram):
+    """Serve (1), right (2), left (3) or stay (0): keep the paddle under the ball. Numbers found by trying."""
+    paddle, ball, height = (int(x) for x in (ram[72], ram[99], ram[101]))
+    if height == 0:  # no ball in play
+        return 1
+    error = ball - 4 - paddle
+    return 0 if abs(error) <= 3 else 2 if error > 0 else 3
+
+
+def pong_action(ram, before, aim):
     """Up (2), down (3) or stay (0): steer the paddle to where the ball will be, from two moments of ALE's memory.
     aim shifts the point of the paddle that meets the ball, which sends it back steeply; numbers found by trying."""
     paddle, ball, old_paddle, old_ball = (int(x) for x in (ram[51], ram[54], before[51], before[54]))  # heights
@@ -57,7 +73,7 @@ def scripted_action(ram, before, aim):
     return 0 if abs(error) <= 3 else 3 if error > 0 else 2
 
 
-def episode(env, rng, random_share, hold):
+def episode(env, game, rng, random_share, hold):
     """One episode of the policy after 0 to 30 no-ops, as EpisodeBuffer wants it."""
     obs, _ = env.reset(seed=int(rng.integers(2**31)))
     record = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
@@ -66,11 +82,12 @@ def episode(env, rng, random_share, hold):
     begin = random_share / (hold * (1 - random_share) + random_share)  # chance that a random action begins
     before = ram = env.unwrapped.ale.getRAM()
     while not done:
-        if ram[49] < before[49]:  # the ball flies away: choose how to meet it next time
+        if game == "pong" and ram[49] < before[49]:  # the ball flies away: choose how to meet it next time
             aim = int(rng.choice((-5, 5)))
         if held == 0 and rng.random() < begin:
             held, random_action = hold, int(rng.integers(env.action_space.n))
-        action = random_action if held > 0 else scripted_action(ram, before, aim)
+        action = breakout_action(ram) if game == "breakout" else pong_action(ram, before, aim)
+        action = random_action if held > 0 else action
         held, action, wait = max(held - 1, 0), 0 if wait > 0 else action, wait - 1
         obs, reward, terminated, truncated, _ = env.step(action)
         before, ram, done = ram, env.unwrapped.ale.getRAM(), terminated or truncated
@@ -100,18 +117,20 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if min(args.steps, args.hold, args.reference_episodes, args.max_episode_steps or 1) < 1 or args.seed < 0:
         sys.exit("--steps, --hold, --reference-episodes, --max-episode-steps must be at least 1, --seed at least 0.")
-    if not 0 <= args.random_share <= 1:
-        sys.exit(f"--random-share {args.random_share}: it must be at least 0 and at most 1.")
+    if not (0 <= args.random_share <= 1 and 0 <= args.random_episodes < 1):
+        sys.exit("--random-share: at least 0 and at most 1; --random-episodes: at least 0 and below 1.")
+    if args.dataset_id is None:
+        args.dataset_id = f"ersac/{args.game}/{'mixed' if args.random_episodes > 0 else 'scripted'}-v0"
     if args.dataset_id in minari.list_local_datasets() and not args.overwrite:
         sys.exit(f"--dataset-id {args.dataset_id} exists; choose another or give --overwrite.")
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gym.register_envs(ale_py)
     limit = {"max_episode_steps": args.max_episode_steps} if args.max_episode_steps else {}
-    env = gym.make("ALE/Pong-v5", repeat_action_probability=0.0, frameskip=4, **limit)
+    env = gym.make(f"ALE/{args.game.capitalize()}-v5", repeat_action_probability=0.0, frameskip=4, **limit)
     rng = np.random.default_rng(args.seed)
     random_returns = []
     for _ in tqdm(range(args.reference_episodes), "random play", unit="episode"):
-        random_returns.append(episode(env, rng, 1.0, 1)["rewards"].sum())
+        random_returns.append(episode(env, args.game, rng, 1.0, 1)["rewards"].sum())
 
     # written episode by episode into a folder of its own, moved to its place when it is complete
     final = Path(get_dataset_path(args.dataset_id))
@@ -120,11 +139,20 @@ if __name__ == "__main__":
     work = tempfile.mkdtemp(prefix=".recording-", dir=root)
     os.environ["MINARI_DATASETS_PATH"] = work
     try:
-        steps, returns, dataset = 0, [], None
+        steps = 0
+        returns = []  # of the scripted episodes
+        played = 0
+        dataset = None
         bar = tqdm(total=args.steps, desc="recording", unit="step")
-        while steps < args.steps:
-            record = episode(env, rng, args.random_share, args.hold)
-            buffer = [EpisodeBuffer(id=len(returns), **record)]
+        while steps < args.steps or not returns:
+            scripted = played - len(returns) >= args.random_episodes * (played + 1)  # random ones so far: enough?
+            if scripted:
+                record = episode(env, args.game, rng, args.random_share, args.hold)
+                returns.append(float(record["rewards"].sum()))
+            else:
+                record = episode(env, args.game, rng, 1.0, 1)
+            buffer = [EpisodeBuffer(id=played, **record)]
+            played += 1
             if dataset is None:
                 try:
                     with warnings.catch_warnings(action="ignore"):
@@ -132,7 +160,8 @@ if __name__ == "__main__":
                             args.dataset_id,
                             buffer,
                             env=env,
-                            algorithm_name=f"scripted, {args.random_share:.0%} random actions",
+                            algorithm_name=f"scripted, {args.random_share:.0%} random actions, "
+                            f"{args.random_episodes:.0%} random episodes",
                             jpeg_encoding=False,
                         )
                 except ValueError as error:
@@ -140,9 +169,7 @@ if __name__ == "__main__":
             else:
                 dataset.update_dataset_from_buffer(buffer)
             steps += len(record["rewards"])
-            returns.append(float(record["rewards"].sum()))
             bar.update(len(record["rewards"]))
-            bar.set_postfix_str(f"return={np.mean(returns):.1f}")
         bar.close()
         low, high = float(np.mean(random_returns)), float(np.mean(returns))
         if high > low:  # else there is no scale
@@ -156,4 +183,5 @@ if __name__ == "__main__":
         os.replace(made, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(f"{args.dataset_id}: {steps} steps, {len(returns)} episodes, mean return {high:.1f}; random play {low:.1f}")
+    count = f"{steps} steps, {played} episodes, {len(returns)} of them scripted"
+    print(f"{args.dataset_id}: {count} with mean return {high:.1f}; random play {low:.1f}")

@@ -554,6 +554,100 @@ def atari_speed(rows, methods):
     return markdown(["method", "heads", "batch 32", "batch 256", "time over one head, batch 256"], table)
 
 
+GRID = ("Ell-Epi*-own", "Box-Epi*-own", "Ell_0.9-N-own", "Box-N-own", "Ell-Epi*", "Ell_0.9-N", "CH-N", "SAC-N")
+PEERS = ("BC", "BC-top", "CQL")
+
+
+def grid_cell(row):
+    """Environment, data and risk level of a run, in the order in which tables show them."""
+    sizes = {1000: "1,000", 10_000: "10,000", 100_000: "100,000"}
+    if row["dataset_size"] == "":
+        return row["dataset_id"], "hovering", 0.5
+    mixed = ", mixed" if row["early_fraction"] else ""
+    return row["env_id"], sizes[row["dataset_size"]] + mixed, row["expectile_tau"]
+
+
+def grid_cells(rows):
+    """All cells that have rows: LunarLander before CartPole, risk levels together, mixed data last."""
+    cells = {grid_cell(r): r for r in rows}
+    order = {
+        cell: (r["env_id"] != "LunarLander-v3", "mixed" in cell[1], cell[2], r["dataset_size"])
+        for cell, r in cells.items()
+    }
+    return sorted(cells, key=order.get)
+
+
+def grid_networks(rows):
+    """Every cell of the grid: mean over seeds, each with its own data, and how many there are."""
+    rows = [r for r in rows if not r["flags"]]
+    methods = [m for m in (*GRID, *PEERS) if any(r["method"] == m for r in rows)]
+    lines = []
+    for cell in grid_cells(rows):
+        line = [cell[0], cell[1], cell[2]]
+        for method in methods:
+            y = per_seed([r for r in rows if grid_cell(r) == cell], "normalized_return", method=method)
+            line.append(f"{interval(y)} ({len(y)})" if len(y) else "")
+        lines.append(line)
+    header = ["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)]
+    return markdown(header, lines)
+
+
+def grid_against(rows, method):
+    """The method minus the better of the peers, seed by seed on the same data; and its lowest seed."""
+    rows = [r for r in rows if not r["flags"]]
+    lines = []
+    for cell in grid_cells(rows):
+        here = [r for r in rows if grid_cell(r) == cell]
+        score = {(r["method"], r["seed"]): r["normalized_return"] for r in here}
+        seeds = sorted(seed for name, seed in score if name == method)
+        if not seeds:
+            continue
+        line = [cell[0], cell[1], cell[2], f"{min(score[method, s] for s in seeds):.0f}"]
+        for peer in PEERS:
+            d = np.array([score[method, s] - score[peer, s] for s in seeds if (peer, s) in score])
+            line.append(f"{interval(d, 1)} ({(d > 0).sum()} of {len(d)})" if len(d) else "")
+        lines.append(line)
+    return markdown(["environment", "transitions", "τ", "lowest seed", *(f"− {peer}" for peer in PEERS)], lines)
+
+
+def grid_tuning(rows):
+    """Every setting tried on the tuning cells, seed 0 and seed 1, and the mean over all of its runs."""
+    cells = ["tau50-1k", "tau50-10k", "tau50-early50-100k", "hovering-10k"]
+    titles = ["1,000", "10,000", "100,000, mixed", "10,000, hovering"]
+    lines = []
+    for method, flags in dict.fromkeys((r["method"], r["flags"]) for r in rows):
+        line = [method.replace("*", "\\*"), f"`{flags}`" if flags else "as in sweep.py"]
+        found = []
+        for cell in cells:
+            mine = [r for r in rows if (r["method"], r["flags"]) == (method, flags)]
+            mine = [r for r in mine if re.fullmatch(rf"ersac/lunarlander/{cell}(-s0|-s1)?-v0", r["dataset_id"])]
+            scores = [r["normalized_return"] for r in sorted(mine, key=lambda r: r["seed"])]
+            line.append(", ".join(f"{x:.0f}" for x in scores))
+            found += scores
+        lines.append([*line, f"{np.mean(found):.1f} ({len(found)})"])
+    return markdown(["method", "flags", *titles, "mean (runs)"], lines)
+
+
+def calibration(learned, fixed):
+    """RiverSwim, 100 transitions per state, tau 0.5: how often the set holds the truth, and bounds it from below."""
+    learned = [r | {"targets": "own" if "--targets own" in r["arguments"] else "shared"} for r in learned]
+    lines = []
+    for upsilon in sorted({r["upsilon"] for r in fixed}):
+        line = [upsilon]
+        for column in ("coverage_rate", "lower_bound_rate"):
+            for targets in ("own", "shared"):
+                for rows in (fixed, learned):
+                    where = dict(dataset_size=100, expectile_tau=0.5, targets=targets, upsilon=upsilon)
+                    y = per_seed(rows, column, **where)
+                    line.append(interval(y, 2) if len(y) else "")
+        lines.append(line)
+    header = ["υ"]
+    for what in ("holds Q", "bounds V"):
+        for targets in ("own", "shared"):
+            header += [f"{what}: {targets}, fixed π", f"{what}: {targets}, learned π"]
+    return markdown(header, lines)
+
+
 def tables(folder):
     """Every table by name. A table whose CSV is missing is left out."""
     folder = Path(folder)
@@ -592,6 +686,15 @@ def tables(folder):
         made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
         if any(r["dataset_size"] == "" for r in networks):
             made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
+    if grid := load(folder / "grid.csv"):
+        made["grid_networks"] = grid_networks(grid)
+        made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
+        made["grid_ensemble"] = grid_against(grid, "Ell_0.9-N-own")
+    if settings := load(folder / "tuning.csv"):
+        made["grid_tuning"] = grid_tuning(settings)
+    learned, fixed = load(folder / "tabular_calibration.csv"), load(folder / "calibration.csv")
+    if learned and fixed:
+        made["calibration"] = calibration(learned, fixed)
     if tried := load(folder / "gym_tuning.csv"):
         made["gym_tuning"], made["gym_tried"] = gym_tuning(tried), gym_tried(tried)
     if charged := load(folder / "charges.csv"):
@@ -632,7 +735,9 @@ if __name__ == "__main__":
     readme = Path(args.docs).parent / "README.md"
     for path in [*sorted(Path(args.docs).rglob("*.md")), *([readme] if Path(args.docs) == DOCS else [])]:
         page = path.read_text()
-        unknown = set(re.findall(r"<!-- table: ((?:tabular|gym|sets|speed|soak|atari)\w*) -->", page)) - set(made)
+        unknown = set(
+            re.findall(r"<!-- table: ((?:tabular|gym|grid|calibration|sets|speed|soak|atari)\w*) -->", page)
+        ) - set(made)
         if unknown:
             print(f"{path.name}: no CSV for {', '.join(sorted(unknown))}; left as they are", file=sys.stderr)
         if fill(page, made) != page:

@@ -7,7 +7,7 @@ Seed s learns from data set s, whatever the method, so that differences are pair
 time; what it logged on the way goes to a second CSV, whose name ends in _curves. A run that fails is reported, the
 others go on, and the sweep exits with 1. --flags="--autotune" passes further arguments to the training scripts (to the
 baselines only --track); they are part of a row's name. --datasets takes Minari ids in place of environments, sizes and
-taus.
+taus; {seed} in an id stands for the seed.
 """
 
 import csv
@@ -35,9 +35,9 @@ from ersac_ensemble import dataset_name  # noqa: E402
 PAPER_N = "ersac_ensemble.py --targets shared --prior-scale 0 --input-scale 1 --total-updates 20000"
 OWN_N = "ersac_ensemble.py --targets own --prior-scale 30 --input-scale 3 --total-updates 10000"
 PAPER_EPI = "ersac_epinet.py --targets shared --head-input features --prior-scale 0.3 --noise-scale 0.01"
-PAPER_EPI += " --total-updates 20000"
+PAPER_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
 OWN_EPI = "ersac_epinet.py --targets own --head-input obs --input-scale 3 --prior-scale 3 --noise-scale 0.1"
-OWN_EPI += " --total-updates 10000"
+OWN_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 10000"
 METHODS = {
     "SAC-N": f"{PAPER_N} --uncertainty-set box",
     "CH-N": f"{PAPER_N} --uncertainty-set hull",
@@ -135,7 +135,7 @@ def grid(args):
     """All cells, seed by seed: a sweep that is stopped has whole seeds."""
     cells = []
     for seed in args.seeds:
-        sets = [{"dataset_id": name} for name in args.datasets]
+        sets = [{"dataset_id": name.replace("{seed}", str(seed))} for name in args.datasets]
         if not sets:
             for env_id, size, tau in itertools.product(args.envs, args.sizes, args.taus):
                 ours = {"env_id": env_id, "expectile_tau": tau, "dataset_size": size}
