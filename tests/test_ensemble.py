@@ -920,7 +920,11 @@ def test_bad_input_ends_in_one_clear_line(run, datasets, tmp_path, arguments, na
     assert list(tmp_path.glob("runs/**/*.json")) == []
 
 
-def test_unknown_environment_and_foreign_id(run, datasets):
+def test_unknown_environment_and_foreign_id(run, datasets, monkeypatch):
+    def offline(name, **_):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("minari.storage.hosting.download_dataset", offline)
     done = run("ersac_ensemble", "--env-id", "Nowhere-v0")
     assert done.code == 1 and "--env-id Nowhere-v0" in done.err
     done = run("ersac_ensemble", "--dataset-id", "nobody/nothing-v0")

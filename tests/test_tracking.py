@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ("--dataset-id", "test/cartpole-v0")
+DATA = ("--dataset-id", "test/cartpole-v0", "--targets", "shared")
 SMALL = ("--hidden-dim", 8, "--batch-size", 16, "--total-updates", 8, "--eval-interval", 4, "--eval-episodes", 2)
 
 
@@ -166,7 +166,7 @@ def test_booleans_of_a_wandb_sweep(run, load, datasets):
 
 def test_cloning_is_tracked_too(datasets, tmp_path):
     script = ROOT / "docs" / "benchmark" / "clone.py"
-    flags = (*DATA, "--total-updates", 3, "--eval-episodes", 2, "--track", "--output-dir", tmp_path / "runs")
+    flags = (*DATA[:2], "--total-updates", 3, "--eval-episodes", 2, "--track", "--output-dir", tmp_path / "runs")
     offline(script, tmp_path, *flags)
     (folder,), (stored,) = tmp_path.glob("runs/*"), tmp_path.glob("wandb/offline-run-*")
     (run,) = [content for kind, content in records(stored) if kind == "run"]
