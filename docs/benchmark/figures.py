@@ -45,7 +45,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 class Args:
     only: str | None = None
     """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak, gym_upsilon,
-    schedules, pong, calibration, hedging or targets; None makes them all"""
+    schedules, pong, calibration, hedging, targets, budget or growth; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -536,10 +536,55 @@ def targets(args):
     fig.savefig(f"{args.out}/targets.png")
 
 
+def budget(args):
+    """What k online episodes buy when choosing among the policies of the grid, from budget.py."""
+    rows = load(ROOT / "docs" / "benchmark" / "budget.csv")
+    grid = [r for r in load(ROOT / "docs" / "benchmark" / "grid.csv") if not r["flags"]]
+    names = {
+        "ersac/lunarlander/tau50-1k-v0": "1,000 neutral",
+        "ersac/lunarlander/tau50-10k-v0": "10,000 neutral",
+        "ersac/lunarlander/tau50-early50-100k-v0": "100,000 mixed",
+    }
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.8))
+    for ax, (name, title) in zip(axes, names.items()):
+        line = [r for r in rows if (r["dataset"], r["rule"]) == (name, "bandit")]
+        ax.plot([r["k"] for r in line], [r["value"] for r in line], color=BLUE, lw=1.4, label="chosen by a bandit")
+        levels = (("Ell-Epi*-own", PURPLE, "-", "the default, no episode"), ("BC", "black", ":", "cloning, no episode"))
+        for method, colour, style, label in levels:
+            mine = [r for r in grid if r["method"] == method]
+            y = [r["normalized_return"] for r in mine if r["dataset_id"].replace(f"-s{r['seed']}-", "-") == name]
+            ax.axhline(np.mean(y), color=colour, ls=style, lw=1.2, label=label)
+        ax.set(xscale="log", xlabel="online episodes k")
+        ax.set_title(f"{title}, {line[0]['policies']} policies", fontsize=9)
+    axes[0].set_ylabel("normalised return")
+    axes[1].legend(fontsize=7, loc="lower right")
+    fig.savefig(f"{args.out}/budget.png")
+
+
+def growth(args):
+    """Milliseconds per update against critics, minibatch and actions, from speed.py; the slope of the last step."""
+    rows = load(ROOT / "docs" / "benchmark" / "speed_growth.csv")
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.8), sharey=True)
+    labels = {"N": "critics N, or dimensions of the index", "batch": "minibatch", "actions": "actions"}
+    colours = {"ensemble": ORANGE, "Ell-Epi*": PURPLE, "Ell-Epi*-own": BLUE}
+    for ax, (varied, label) in zip(axes, labels.items()):
+        for method, colour in colours.items():
+            line = [r for r in rows if (r["method"], r["varied"]) == (method, varied)]
+            x = np.array([r["value"] for r in line])
+            y = np.array([r["ms_per_update"] for r in line])
+            slope = np.log(y[-1] / y[-2]) / np.log(x[-1] / x[-2])
+            ax.plot(x, y, "o-", ms=3, lw=1.2, color=colour, label=f"{method}, slope {slope:.2f}")
+        ax.set(xscale="log", yscale="log", xlabel=label, xticks=x, xticklabels=x)
+        ax.minorticks_off()
+        ax.legend(fontsize=7)
+    axes[0].set_ylabel("milliseconds per update")
+    fig.savefig(f"{args.out}/speed_growth.png")
+
+
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
 FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
 FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "pong": pong}
-FIGURES |= {"calibration": calibration, "hedging": hedging, "targets": targets}
+FIGURES |= {"calibration": calibration, "hedging": hedging, "targets": targets, "budget": budget, "growth": growth}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):
