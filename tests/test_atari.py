@@ -1059,8 +1059,9 @@ def test_video_of_the_final_evaluation_and_a_checkpoint_that_acts(run, games):
     assert video.stat().st_size > 1000
     # the snippet of docs/ersac_atari.md
     checkpoint = torch.load(done.folders[0] / "checkpoint.pt", weights_only=True)
+    A, width = checkpoint["num_actions"], checkpoint["args"]["hidden_dim"]
     mean, std = checkpoint["actor"]["mean"], checkpoint["actor"]["std"]
-    actor = PixelNetwork(torch.nn.Linear(16, 6), 16, 6, mean, std)
+    actor = PixelNetwork(torch.nn.Linear(width, A), width, A, mean, std)
     actor.load_state_dict(checkpoint["actor"])
     obs, _ = make_atari_env(minari.load_dataset("test/pong-v0")).reset(seed=0)
     assert actor(torch.tensor(obs)[None]).shape == (1, 6)

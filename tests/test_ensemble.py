@@ -935,7 +935,7 @@ def test_checkpoint_acts_in_five_lines(run, load, datasets):
     """The snippet of docs/ersac_ensemble.md."""
     (folder,) = run("ersac_ensemble", *SMALL, "--hidden-dim", 16).folders
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    actor = Actor(len(checkpoint["obs_mean"]), 2, checkpoint["args"]["hidden_dim"])
+    actor = Actor(len(checkpoint["obs_mean"]), checkpoint["num_actions"], checkpoint["args"]["hidden_dim"])
     actor.load_state_dict(checkpoint["actor"])
     obs, _ = gym.make("CartPole-v1").reset(seed=0)
     action = actor((torch.tensor(obs) - checkpoint["obs_mean"]) / checkpoint["obs_std"]).argmax().item()
