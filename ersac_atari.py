@@ -14,8 +14,11 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -23,12 +26,14 @@ from typing import Literal
 
 import ale_py
 import gymnasium as gym
+import h5py
 import minari
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from minari.storage import get_dataset_path
 from PIL import Image
 from scipy.stats import chi2
 from tqdm import tqdm
@@ -90,7 +95,7 @@ class Args:
     cql_weight: float = 1.0
     """weight of CQL's penalty"""
     iql_expectile: float = 0.7
-    """expectile of IQL's value regression, in (0, 1)"""
+    """expectile of IQL's values: above 0.5 leans to good outcomes (--expectile-tau: the reverse)"""
     iql_beta: float = 3.0
     """inverse temperature of IQL's advantage weights"""
     bcq_threshold: float = 0.3
@@ -137,14 +142,12 @@ class Args:
 
 # ===== Files, checkpoints, tracking
 def write_file(folder, name, content):
-    """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
+    """Write bytes under a temporary name and rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
     try:
         os.makedirs(folder, exist_ok=True)
         with open(path + ".tmp", "wb") as f:
             f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except OSError as error:
         sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
@@ -160,17 +163,15 @@ def write_metrics(folder, rows):
 def load_checkpoint(args, script):
     """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
-    if not os.path.isfile(path):
-        sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-    except Exception as error:
-        sys.exit(f"{path} is damaged ({type(error).__name__}); start a new run.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
-        sys.exit(f"{path} was not written by {script}; resume it with the script that did.")
-    if checkpoint["args"].keys() != asdict(args).keys():
-        sys.exit(f"{path} was written by another version of {script}; start a new run.")
-    stored = checkpoint["args"]
+        stored = dict(checkpoint["args"])
+        fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
+    except Exception:
+        fits = False
+    if not fits:
+        why = f"was not written by {script} but by another version or script"
+        sys.exit(f"{path} is missing, is damaged, or {why}; start a new run.")
     for word in sys.argv[1:]:
         flag = word.split("=")[0].replace("_", "-")
         if flag in ("--eval-episodes", "--capture-video", "--total-updates", "--resume"):
@@ -180,31 +181,38 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, group):
+def start_tracking(args, run_name, dataset_id, label, script):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
+    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
     place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(**place, **run, config=asdict(args))
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
 
 
 # ===== The data: frames once each, stacked when a batch is drawn; the environment to evaluate in
-def find_atari_dataset(args):
-    """The data set to learn from, downloaded if it is not here."""
-    dataset_id = args.dataset_id or f"atari/{args.env_id.lower()}/expert-v0"
+def open_dataset(dataset_id):
+    """A Minari data set, downloaded if it is not on this machine."""
+    if not re.search(r"-v\d+$", dataset_id):
+        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in some/name-v0.")
+    here = get_dataset_path(dataset_id).exists()
     try:
         return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
         why = " ".join(str(error).split())[:150] or type(error).__name__
-        state = f"neither here nor downloaded, or damaged ({why})"
-        sys.exit(f"{dataset_id}: {state}; see record_atari.py in docs.")
+        if here:
+            sys.exit(f"{dataset_id}: damaged ({why}); `minari delete {dataset_id}` and try again.")
+        sys.exit(f"{dataset_id}: not on this machine, and no download over the network ({why}).")
 
 
 def decode(frame):
@@ -225,32 +233,46 @@ def check_spaces(dataset):
         sys.exit(f"{name} names no environment, so no policy could be evaluated.")
 
 
+def stored_episodes(dataset):
+    """Frames, actions, rewards and terminations of every episode. Minari would decode an episode
+    whole, up to 2.7 GB of pixels; of an HDF5 file we read a frame at a time."""
+    path = os.path.join(dataset.storage.data_path, "main_data.hdf5")
+    if not os.path.exists(path):  # Arrow or Parquet
+        for episode in dataset.iterate_episodes():
+            yield episode.observations, episode.actions, episode.rewards, episode.terminations
+        return
+    with h5py.File(path) as file:
+        for i in dataset.episode_indices:
+            episode = file[f"episode_{i}"]
+            columns = [episode[name][:] for name in ("actions", "rewards", "terminations")]
+            yield episode["observations"], *columns
+
+
 def decode_episodes(dataset, folder):
     """Write frames.npy, all frames once, [T + 1 per episode, 84, 84], and columns.npz: for every
     transition the numbers of its frame and of its episode's first one, action, reward, terminated."""
     name = dataset.spec.dataset_id
     shape = (int(dataset.total_steps + dataset.total_episodes), 84, 84)
-    frames = np.lib.format.open_memmap(os.path.join(folder, "frames.npy"), "w+", np.uint8, shape)
     at = 0
     columns = []
-    episodes = int(dataset.total_episodes)
-    for episode in tqdm(dataset.iterate_episodes(), "decoding", episodes, unit="episode"):
-        T = len(episode.rewards)
-        reward = np.float32(episode.rewards)
-        if not len(episode.observations) - 1 == len(episode.actions) == T:
-            sys.exit(f"{name}: episode {episode.id} needs T + 1 observations, T of all else.")
-        if not np.isfinite(reward).all():
-            sys.exit(f"{name} holds rewards that are not finite.")
-        for t in range(T + 1):
-            frames[at + t] = decode(episode.observations[t])
-        number = at + np.arange(T)
-        first = np.full(T, at)
-        action = np.int64(episode.actions)
-        terminated = np.float32(episode.terminations)
-        columns.append((number, first, action, reward, terminated))
-        at += T + 1
+    with open(os.path.join(folder, "frames.npy"), "wb") as f:
+        header = {"shape": shape, "fortran_order": False, "descr": "|u1"}
+        np.lib.format.write_array_header_1_0(f, header)
+        episodes = tqdm(stored_episodes(dataset), "decoding", len(dataset), unit="episode")
+        for raw, action, reward, terminated in episodes:
+            T = len(reward)
+            if not len(raw) - 1 == len(action) == T:
+                sys.exit(f"{name}: an episode needs T + 1 observations, T of all else.")
+            if not np.isfinite(reward).all():
+                sys.exit(f"{name} holds rewards that are not finite.")
+            for frame in raw:
+                if frame.ndim == 1:  # a JPEG file
+                    frame = np.asarray(Image.open(io.BytesIO(frame)))
+                f.write(decode(frame).tobytes())
+            frame_numbers = (at + np.arange(T), np.full(T, at))
+            columns.append((*frame_numbers, np.int64(action), np.float32(reward), np.float32(terminated)))
+            at += T + 1
     np.savez(os.path.join(folder, "columns.npz"), *map(np.concatenate, zip(*columns)))
-    frames.flush()
 
 
 def load_frames(dataset, cache_dir):
@@ -268,14 +290,10 @@ def load_frames(dataset, cache_dir):
             os.makedirs(temporary)
             decode_episodes(dataset, temporary)
             os.rename(temporary, cache)
-        except OSError as error:
-            if error.strerror and not os.path.isdir(cache):  # it is there if another run was faster
-                why = error.strerror
-                sys.exit(f"{parent}: cannot keep frames there ({why}); choose another --cache-dir.")
-            if not os.path.isdir(cache):
-                sys.exit(f"{name}: cannot be read ({error}); `minari delete {name}`, try again.")
         except Exception as error:
-            sys.exit(f"{name}: cannot be read ({error}); `minari delete {name}`, try again.")
+            if not os.path.isdir(cache):  # it is there if another run was faster
+                what = f"{name} cannot be decoded into {parent} ({error}); choose another --cache-dir,"
+                sys.exit(f"{what} or `minari delete {name}` and try again.")
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     frames = np.load(os.path.join(cache, "frames.npy"), mmap_mode="r")
@@ -533,7 +551,9 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = tyro.cli(Args, description=__doc__)
+    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
+    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
@@ -542,40 +562,35 @@ if __name__ == "__main__":
     ours = star or algo in ("sac-n", "ersac-ch-n", "ersac-ell-n")
 
     # ----- arguments: the mistakes that people make
-    if min(args.num_critics, args.index_dim, args.hidden_dim, args.n_step) < 1:
-        sys.exit("--num-critics, --index-dim, --hidden-dim, --n-step: each at least 1.")
-    if min(args.total_updates, args.batch_size, args.eval_interval, args.eval_episodes) < 1:
-        sys.exit("--total-updates, --batch-size, --eval-interval, --eval-episodes: each at least 1.")
-    if min(args.clone_updates, args.critic_warmup, args.bc_coef) < 0:
-        sys.exit("--clone-updates, --critic-warmup, --bc-coef: each at least 0.")
+    if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
+        sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
     if not 0 < args.upsilon <= 1:
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
     if star and args.upsilon == 1:
         sys.exit("--upsilon 1: the closed form's set would be infinite; choose a value below 1.")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
-    if not (args.q_lr > 0 and args.policy_lr > 0 and 0 < args.polyak <= 1 and args.alpha >= 0):
-        sys.exit("--q-lr, --policy-lr: above 0; --polyak: in (0, 1]; --alpha: at least 0.")
-    if not (0 < args.iql_expectile < 1 and 0 <= args.bcq_threshold < 1):
-        sys.exit("--iql-expectile: in (0, 1); --bcq-threshold: in [0, 1).")
-    if not 0 <= args.eval_epsilon <= 1:
-        sys.exit(f"--eval-epsilon {args.eval_epsilon}: it must be a probability.")
+    if not 0 < args.iql_expectile < 1:
+        sys.exit(f"--iql-expectile {args.iql_expectile}: it must be above 0 and below 1.")
     if not args.dataset_id and args.env_id not in GAMES:
         games = ", ".join(GAMES)
         sys.exit(f"--env-id {args.env_id}: it must be one of {games}; or give a --dataset-id.")
     if checkpoint and args.total_updates < checkpoint["update"]:
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
+    if checkpoint and args.anneal_lr and args.total_updates > checkpoint["args"]["total_updates"]:
+        left = 1 - checkpoint["update"] / args.total_updates
+        print(f"Extended: the step sizes start again at {left:.0%} of their first values and fall to 0.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # the same numbers whatever the machine
+    torch.set_num_threads(1)  # the same numbers whatever the machine
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing here reads it
     generator = torch.Generator().manual_seed(args.seed)  # minibatches
 
     # ----- data: frames stay on disk and in the page cache, a batch is moved to the device as bytes
-    dataset = find_atari_dataset(args)
+    dataset = open_dataset(args.dataset_id or f"atari/{args.env_id.lower()}/expert-v0")
+    dataset_id = dataset.spec.dataset_id
     frames, frame, first, action, reward, terminated = load_frames(dataset, args.cache_dir)
     reward = reward.clamp(-1, 1)  # for learning only
     reward, discount, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
@@ -625,6 +640,9 @@ if __name__ == "__main__":
 
     # ----- run folder: new, or as the checkpoint left it
     method = METHODS[algo]
+    label = method.removeprefix("ERSAC-")  # as the docs write it
+    if algo == "ersac-ell-n" and args.upsilon < 1:
+        label = f"Ell_{args.upsilon:g}-N"
     parts = {
         "critic": critic,
         "target": target_critic,
@@ -638,7 +656,7 @@ if __name__ == "__main__":
     if checkpoint:
         folder = os.path.normpath(args.resume)
         if fingerprint != checkpoint["data"]:
-            sys.exit(f"{folder}: {dataset.spec.dataset_id} has changed since; start a new run.")
+            sys.exit(f"{folder}: {dataset_id} has changed since; start a new run.")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
@@ -663,6 +681,7 @@ if __name__ == "__main__":
             "script": script,
             "args": asdict(replace(args, resume=None)),
             "data": fingerprint,
+            "num_actions": A,
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -670,7 +689,10 @@ if __name__ == "__main__":
 
     if not checkpoint:
         save(0)
-    track = start_tracking(args, run_name, f"{env_id} {method}")
+    track = start_tracking(args, run_name, dataset_id, label, script)
+    for row in rows:
+        if track and row["update"] >= track.step:  # what a killed run had not yet sent
+            track.log(row, step=row["update"])
     envs = [make_atari_env(dataset) for _ in range(min(args.eval_episodes, 10))]
 
     # ----- cloned start: the critic then judges a policy that the data know
@@ -822,8 +844,9 @@ if __name__ == "__main__":
     result = {
         "script": script,
         "method": method,
+        "label": label,
         "env_id": env_id,
-        "dataset_id": dataset.spec.dataset_id,
+        "dataset_id": dataset_id,
         "seed": args.seed,
         "updates": args.total_updates,
         "updates_per_second": np.mean([row["charts/updates_per_second"] for row in rows]),
@@ -840,9 +863,15 @@ if __name__ == "__main__":
     write_file(folder, "result.json", json.dumps(result, indent=2).encode())
     if track:
         track.summary.update(result)
+        if args.capture_video:
+            import wandb
+
+            film = os.path.join(folder, "video", "rl-video-episode-0.mp4")
+            track.log({"video": wandb.Video(film, format="mp4")})
         track.finish()
-    played = f"over {args.eval_episodes} episodes"
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} {played}")
+    played = f"return {scores.mean():.1f} over {len(scores)} episodes"
+    print(f"{script}, {label} on {dataset_id}: {played}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0 random, 100 the recorded policy)")
+        scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
+        print(f"normalized return {normalized:.1f} ({scale})")
     print(f"run folder: {folder}")

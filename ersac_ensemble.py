@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from minari.storage import get_dataset_path
 from tqdm import tqdm
 
 
@@ -60,7 +62,7 @@ class Args:
     dataset_seed: int = 1
     """which draw of the default data set: other episodes of the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the default data set's policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
+    """risk level of the data's policy: 0.1 seeks risk, 0.9 avoids it (IQL: the reverse)"""
     early_fraction: float = 0.0
     """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
     return_scale: float | None = 10.0
@@ -120,14 +122,12 @@ class Args:
 
 # ===== Files, checkpoints, tracking
 def write_file(folder, name, content):
-    """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
+    """Write bytes under a temporary name and rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
     try:
         os.makedirs(folder, exist_ok=True)
         with open(path + ".tmp", "wb") as f:
             f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except OSError as error:
         sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
@@ -143,17 +143,15 @@ def write_metrics(folder, rows):
 def load_checkpoint(args, script):
     """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
-    if not os.path.isfile(path):
-        sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-    except Exception as error:
-        sys.exit(f"{path} is damaged ({type(error).__name__}); start a new run.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
-        sys.exit(f"{path} was not written by {script}; resume it with the script that did.")
-    if checkpoint["args"].keys() != asdict(args).keys():
-        sys.exit(f"{path} was written by another version of {script}; start a new run.")
-    stored = checkpoint["args"]
+        stored = dict(checkpoint["args"])
+        fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
+    except Exception:
+        fits = False
+    if not fits:
+        why = f"was not written by {script} but by another version or script"
+        sys.exit(f"{path} is missing, is damaged, or {why}; start a new run.")
     for word in sys.argv[1:]:
         flag = word.split("=")[0].replace("_", "-")
         if flag in ("--eval-episodes", "--capture-video", "--total-updates", "--resume"):
@@ -163,16 +161,20 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, group):
+def start_tracking(args, run_name, dataset_id, label, script):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
+    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
     place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(**place, **run, config=asdict(args))
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -195,21 +197,45 @@ def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, datase
     return f"{name}-v0"
 
 
+def open_dataset(dataset_id):
+    """A Minari data set, downloaded if it is not on this machine."""
+    if not re.search(r"-v\d+$", dataset_id):
+        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in some/name-v0.")
+    here = get_dataset_path(dataset_id).exists()
+    try:
+        return minari.load_dataset(dataset_id, download=True)
+    except Exception as error:
+        why = " ".join(str(error).split())[:150] or type(error).__name__
+        if here:
+            sys.exit(f"{dataset_id}: damaged ({why}); `minari delete {dataset_id}` and try again.")
+        sys.exit(f"{dataset_id}: not on this machine, and no download over the network ({why}).")
+
+
 def find_dataset(args):
     """A missing data set of ours is made by gen_expectile_data.py, any other is downloaded."""
     wanted = ("env_id", "expectile_tau", "dataset_size", "early_fraction", "dataset_seed")
     wanted = {name: getattr(args, name) for name in wanted}
     dataset_id = args.dataset_id or dataset_name(**wanted)
-    if not args.dataset_id and dataset_id not in minari.list_local_datasets():
-        print(f"{dataset_id} is not on this machine; gen_expectile_data.py makes it.")
+    if not args.dataset_id and not get_dataset_path(dataset_id).exists():
+        print(f"{dataset_id} is not on this machine; gen_expectile_data.py makes it.", flush=True)
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gen_expectile_data.py")
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
         if subprocess.run([sys.executable, script, *flags]).returncode != 0:
             sys.exit(f"{dataset_id} could not be made; the lines above say why.")
-    try:
-        return minari.load_dataset(dataset_id, download=True)
-    except Exception as error:
-        sys.exit(f"{dataset_id}: neither on this machine nor downloaded, or damaged ({error}).")
+    return open_dataset(dataset_id)
+
+
+def vector_space(dataset):
+    """What of an observation Gymnasium flattens to a vector: all but text."""
+    name = dataset.spec.dataset_id
+    space = dataset.spec.observation_space
+    if isinstance(space, gym.spaces.Dict):
+        parts = {key: part for key, part in space.items() if not isinstance(part, gym.spaces.Text)}
+        space = gym.spaces.Dict(parts)
+    text = isinstance(space, gym.spaces.Text)
+    if text or not space.is_np_flattenable or not 0 < gym.spaces.flatdim(space) < 5000:
+        sys.exit(f"{name} has {space} observations, not vectors (ersac_atari.py reads images).")
+    return space
 
 
 def load_transitions(dataset, gamma):
@@ -217,13 +243,12 @@ def load_transitions(dataset, gamma):
     (NaN, unknown, if the episode was cut before its end)."""
     name = dataset.spec.dataset_id
     actions = dataset.spec.action_space
-    space = dataset.spec.observation_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         sys.exit(f"{name} has {actions} actions; this script needs discrete actions from 0 on.")
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        sys.exit(f"{name} has {space} observations; this script needs vectors.")
-    if dataset.spec.env_spec is None:
-        sys.exit(f"{name} names no environment, so no policy could be evaluated.")
+    space = vector_space(dataset)
+    if space != dataset.spec.observation_space:
+        print(f"{name}: the text in its observations is left out.")
+    batch = gym.vector.utils.batch_space(space)
     columns = []
     try:
         for episode in dataset.iterate_episodes():
@@ -232,7 +257,8 @@ def load_transitions(dataset, gamma):
             for reward in episode.rewards[::-1]:
                 return_to_go = reward + gamma * return_to_go
                 returns.append(return_to_go)
-            obs = np.asarray(episode.observations, np.float32)
+            steps = gym.vector.utils.iterate(batch, episode.observations)
+            obs = np.array([gym.spaces.flatten(space, x) for x in steps], np.float32)  # [T + 1, D]
             column = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
             columns.append((*column, returns[::-1]))
         tensors = [torch.as_tensor(np.concatenate(x)) for x in zip(*columns)]
@@ -246,18 +272,25 @@ def load_transitions(dataset, gamma):
     return obs, action.long(), reward.float(), next_obs, terminated.float(), returns.float()
 
 
-def make_eval_env(dataset, env_id, video_folder=None):
-    """The environment to evaluate in: --env-id, or the one that a foreign data set recovers."""
+def make_eval_env(dataset, video_folder=None):
+    """The data set's environment for evaluation, observed as vectors; None if there is none."""
+    space = vector_space(dataset)
+
+    def flatten(obs):
+        return gym.spaces.flatten(space, obs)
+
     mode = {"render_mode": "rgb_array"} if video_folder else {}
-    if env_id:
-        env = gym.make(env_id, **mode)
-    else:
+    try:
         env = dataset.recover_environment(eval_env=True, **mode)
+    except Exception as error:
+        name = dataset.spec.dataset_id
+        print(f"{name}: no environment, so the policy is not evaluated ({error}).")
+        return None
     if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
         env = gym.wrappers.TimeLimit(env, 10_000)
     if video_folder:
         env = gym.wrappers.RecordVideo(env, video_folder, lambda episode: episode == 0)
-    return env
+    return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
 
 
 # ===== Critic: N networks as one stack of weights
@@ -413,40 +446,35 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = tyro.cli(Args, description=__doc__)
+    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
+    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
 
     # ----- arguments: the mistakes that people make
-    if min(args.total_updates, args.batch_size, args.hidden_dim) < 1:
-        sys.exit("--total-updates, --batch-size, --hidden-dim: each at least 1.")
-    if min(args.eval_interval, args.eval_episodes) < 1:
-        sys.exit("--eval-interval, --eval-episodes: each at least 1.")
-    if args.num_critics < 1:
-        sys.exit(f"--num-critics {args.num_critics}: it must be at least 1.")
+    if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
+        sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
     if not 0 < args.upsilon <= 1:
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
-    if args.edac_eta < 0 or (args.edac_eta > 0 and args.uncertainty_set != "box"):
-        sys.exit(f"--edac-eta {args.edac_eta}: at least 0, and with --uncertainty-set box only.")
-    if args.edac_eta > 0 and (args.targets == "own" or args.prior_scale > 0):
-        sys.exit("--edac-eta: EDAC has shared targets and no prior; add --targets shared --prior-scale 0.")
+    sac_n = (args.uncertainty_set, args.targets, args.prior_scale) == ("box", "shared", 0)
+    if args.edac_eta > 0 and not sac_n:
+        sys.exit("--edac-eta: EDAC has the set box, shared targets and no prior (--prior-scale 0).")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
-    if not (args.q_lr > 0 and args.policy_lr > 0 and 0 < args.polyak <= 1):
-        sys.exit("--q-lr, --policy-lr: above 0; --polyak: above 0 and at most 1.")
-    if args.return_scale is not None and args.return_scale <= 0:
-        sys.exit(f"--return-scale {args.return_scale}: it must be above 0, or None.")
-    if args.alpha < 0 or (args.autotune and args.alpha == 0):
-        sys.exit(f"--alpha {args.alpha}: it must be at least 0, and above 0 with --autotune.")
+    if args.autotune and args.alpha <= 0:
+        sys.exit(f"--alpha {args.alpha}: with --autotune it must be above 0.")
     if not args.dataset_id and args.env_id not in gym.registry:
         sys.exit(f"--env-id {args.env_id}: Gymnasium knows no such environment.")
     if checkpoint and args.total_updates < checkpoint["update"]:
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
+    if checkpoint and args.anneal_lr and args.total_updates > checkpoint["args"]["total_updates"]:
+        left = 1 - checkpoint["update"] / args.total_updates
+        print(f"Extended: the step sizes start again at {left:.0%} of their first values and fall to 0.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # the networks are too small to share
+    torch.set_num_threads(1)  # the networks are too small to share
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing here reads it
@@ -458,8 +486,9 @@ if __name__ == "__main__":
     obs, action, reward, next_obs, terminated, returns = tensors  # [|D|, D] and [|D|]
     D = obs.shape[1]
     A = int(dataset.spec.action_space.n)
+    dataset_id = dataset.spec.dataset_id
     if args.dataset_id:
-        args.env_id = dataset.spec.env_spec.id
+        args.env_id = dataset.spec.env_spec.id if dataset.spec.env_spec else None
     obs_mean = torch.zeros_like(obs[0])
     obs_std = torch.ones_like(obs[0])
     if args.normalize_obs:
@@ -521,13 +550,16 @@ if __name__ == "__main__":
         method = "ERSAC-Box-N"  # SAC-N is the shared minimum of critics without priors
     if args.targets == "own":
         method += "-own"
+    label = method.removeprefix("ERSAC-")  # as the docs write it
+    if args.uncertainty_set == "ellipsoid" and args.upsilon < 1:
+        label = label.replace("Ell-N", f"Ell_{args.upsilon:g}-N")
     start = 0
     rows = []
     if checkpoint:
         folder = os.path.normpath(args.resume)
         same_data = torch.equal(obs_mean.cpu(), checkpoint["obs_mean"].cpu())
         if not same_data or reward_scale != checkpoint["reward_scale"]:
-            sys.exit(f"{folder}: {dataset.spec.dataset_id} has changed since; start a new run.")
+            sys.exit(f"{folder}: {dataset_id} has changed since; start a new run.")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         log_alpha.data.copy_(checkpoint["log_alpha"])
@@ -536,7 +568,8 @@ if __name__ == "__main__":
         rows = checkpoint["rows"]
         run_name = checkpoint["run_name"]
     else:
-        run_name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = (args.env_id or dataset_id).split("/")[-1]
+        run_name = f"{name}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder = os.path.join(args.output_dir, run_name)
         if os.path.exists(folder):
             sys.exit(f"{folder} exists; choose another --exp-name.")
@@ -553,6 +586,7 @@ if __name__ == "__main__":
             "args": asdict(replace(args, resume=None)),
             "obs_mean": obs_mean,
             "obs_std": obs_std,
+            "num_actions": A,
             "reward_scale": reward_scale,
         }
         buffer = io.BytesIO()
@@ -561,8 +595,11 @@ if __name__ == "__main__":
 
     if not checkpoint:
         save(0)
-    track = start_tracking(args, run_name, f"{args.env_id} {method}")
-    env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
+    track = start_tracking(args, run_name, dataset_id, label, script)
+    for row in rows:
+        if track and row["update"] >= track.step:  # what a killed run had not yet sent
+            track.log(row, step=row["update"])
+    env = make_eval_env(dataset)
 
     # the frozen priors of the data's own states are computed once: no update runs them
     prior_q = prior_q_next = 0.0
@@ -652,43 +689,47 @@ if __name__ == "__main__":
                 }
             row = {"update": update} | {name: value.item() for name, value in row.items()}
             row["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
-            few = max(args.eval_episodes // 10, 1)
-            scores = evaluate(actor, env, few, 10**6 * (args.seed + 1), obs_mean, obs_std)
-            row["eval/return"] = scores.mean().item()
+            row["eval/return"] = math.nan
+            if env:
+                few = max(args.eval_episodes // 10, 1)
+                scores = evaluate(actor, env, few, 10**6 * (args.seed + 1), obs_mean, obs_std)
+                row["eval/return"] = scores.mean().item()
             rows.append(row)
             write_metrics(folder, rows)
             save(update)
             if track:
                 track.log(row, step=update)
-            bar.set_postfix_str(f"critic={losses.mean():.3g}, return={scores.mean():.1f}")
+            bar.set_postfix_str(f"critic={losses.mean():.3g}, return={row['eval/return']:.1f}")
             tick, tick_update = time.time(), update
     bar.close()
 
     # ----- final evaluation: the last policy, on fresh episodes
-    if args.capture_video:
-        video = os.path.join(folder, "video")
-        env = make_eval_env(dataset, None if args.dataset_id else args.env_id, video)
-    first_seed = 10**6 * (args.seed + 1) + 10**5
-    scores = evaluate(actor, env, args.eval_episodes, first_seed, obs_mean, obs_std)
-    env.close()
+    scores = np.zeros(0)
+    if env and args.capture_video:
+        env = make_eval_env(dataset, os.path.join(folder, "video"))
+    if env:
+        first_seed = 10**6 * (args.seed + 1) + 10**5
+        scores = evaluate(actor, env, args.eval_episodes, first_seed, obs_mean, obs_std)
+        env.close()
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
     low = dataset.storage.metadata.get("ref_min_score")
     high = dataset.storage.metadata.get("ref_max_score")
     normalized = None
-    if low is not None and high is not None:
+    if env and low is not None and high is not None:
         normalized = 100 * (scores.mean() - low) / (high - low)
     result = {
         "script": script,
         "method": method,
+        "label": label,
         "env_id": args.env_id,
-        "dataset_id": dataset.spec.dataset_id,
+        "dataset_id": dataset_id,
         "seed": args.seed,
         "updates": args.total_updates,
         "updates_per_second": np.mean([row["charts/updates_per_second"] for row in rows]),
-        "eval_episodes": args.eval_episodes,
-        "eval_return_mean": scores.mean(),
-        "eval_return_std": scores.std(),
+        "eval_episodes": len(scores),
+        "eval_return_mean": scores.mean() if env else None,
+        "eval_return_std": scores.std() if env else None,
         "eval_returns": scores.tolist(),
         "random_return": low,
         "reference_return": high,
@@ -698,9 +739,19 @@ if __name__ == "__main__":
     write_file(folder, "result.json", json.dumps(result, indent=2).encode())
     if track:
         track.summary.update(result)
+        if env and args.capture_video:
+            import wandb
+
+            film = os.path.join(folder, "video", "rl-video-episode-0.mp4")
+            track.log({"video": wandb.Video(film, format="mp4")})
         track.finish()
-    played = f"over {args.eval_episodes} episodes"
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} {played}")
+    played = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
+    print(f"{script}, {label} on {dataset_id}: {played}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0 random, 100 the data set's reference)")
+        scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
+        print(f"normalized return {normalized:.1f} ({scale})")
+    gap = rows[-1]["charts/q_star_minus_return"]
+    if args.return_scale and gap > 0.5 * args.return_scale:  # half their root mean square
+        print(f"warning: even the worst case is above the returns (q_star_minus_return {gap:.1f}),")
+        print("so the critic is optimistic on its own data, and its policy is likely to be poor.")
     print(f"run folder: {folder}")

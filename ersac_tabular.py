@@ -11,7 +11,10 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from bisect import bisect
@@ -45,7 +48,7 @@ class Args:
     dataset_size: int = 10
     """transitions per state; the paper has 10, 100 and 1000"""
     expectile_tau: float = 0.5
-    """risk level of the behaviour policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
+    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL: the reverse)"""
     epsilon: float = 0.1
     """probability that the behaviour policy takes a uniformly random action"""
     reset_prob: float = 0.1
@@ -87,14 +90,12 @@ class Args:
 
 # ===== Files, checkpoints, tracking
 def write_file(folder, name, content):
-    """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
+    """Write bytes under a temporary name and rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
     try:
         os.makedirs(folder, exist_ok=True)
         with open(path + ".tmp", "wb") as f:
             f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except OSError as error:
         sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
@@ -110,17 +111,15 @@ def write_metrics(folder, rows):
 def load_checkpoint(args, script):
     """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
-    if not os.path.isfile(path):
-        sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-    except Exception as error:
-        sys.exit(f"{path} is damaged ({type(error).__name__}); start a new run.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
-        sys.exit(f"{path} was not written by {script}; resume it with the script that did.")
-    if checkpoint["args"].keys() != asdict(args).keys():
-        sys.exit(f"{path} was written by another version of {script}; start a new run.")
-    stored = checkpoint["args"]
+        stored = dict(checkpoint["args"])
+        fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
+    except Exception:
+        fits = False
+    if not fits:
+        why = f"was not written by {script} but by another version or script"
+        sys.exit(f"{path} is missing, is damaged, or {why}; start a new run.")
     for word in sys.argv[1:]:
         flag = word.split("=")[0].replace("_", "-")
         if flag in ("--eval-episodes", "--capture-video", "--total-updates", "--resume"):
@@ -130,16 +129,20 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, group):
+def start_tracking(args, run_name, dataset_id, label, script):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
+    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
     place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(**place, **run, config=asdict(args))
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -353,30 +356,22 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = tyro.cli(Args, description=__doc__)
+    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
+    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
 
     # ----- arguments: the mistakes that people make
-    if min(args.dataset_size, args.num_critics, args.total_updates) < 1:
-        sys.exit("--dataset-size, --num-critics, --total-updates: each at least 1.")
-    if min(args.eval_interval, args.eval_episodes) < 1:
-        sys.exit("--eval-interval, --eval-episodes: each at least 1.")
-    if args.seed < 0:
-        sys.exit(f"--seed {args.seed}: it must be at least 0.")
+    if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
+        sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
     if not 0 < args.upsilon <= 1:
         sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
     if not 0 < args.expectile_tau < 1:
         sys.exit(f"--expectile-tau {args.expectile_tau}: it must be above 0 and below 1.")
-    if not (0 <= args.epsilon <= 1 and 0 <= args.reset_prob <= 1):
-        sys.exit("--epsilon, --reset-prob: each is a probability.")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
-    if not (args.alpha >= 0 and 0 < args.q_lr <= 1 and args.policy_lr > 0 and 0 < args.polyak <= 1):
-        sys.exit("--alpha: at least 0; --policy-lr: above 0; --q-lr, --polyak: in (0, 1].")
-    if args.prior and args.prior[0] > args.prior[1]:
-        sys.exit(f"--prior {args.prior[0]} {args.prior[1]}: the lower number comes first.")
     if checkpoint and args.total_updates < checkpoint["update"]:
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
 
@@ -430,6 +425,9 @@ if __name__ == "__main__":
     method = names[args.uncertainty_set]
     if args.targets == "own":  # SAC-N has one target for all critics; the box with own targets is another method
         method = "ERSAC-Box-N-own" if args.uncertainty_set == "box" else f"{method}-own"
+    label = method.removeprefix("ERSAC-")  # as the docs write it
+    if args.uncertainty_set == "ellipsoid" and args.upsilon < 1:
+        label = label.replace("Ell-N", f"Ell_{args.upsilon:g}-N")
     start = 0
     rows = []
     if checkpoint:
@@ -467,7 +465,11 @@ if __name__ == "__main__":
 
     if not checkpoint:
         save(0)
-    track = start_tracking(args, run_name, f"{args.env_id} {method}")
+    data = f"{args.env_id} tau {args.expectile_tau:g} x {args.dataset_size}"
+    track = start_tracking(args, run_name, data, label, script)
+    for row in rows:
+        if track and row["update"] >= track.step:  # what a killed run had not yet sent
+            track.log(row, step=row["update"])
 
     # ----- training
     tick, tick_update = time.time(), start
@@ -552,6 +554,7 @@ if __name__ == "__main__":
     result = {
         "script": script,
         "method": method,
+        "label": label,
         "env_id": args.env_id,
         "dataset_id": None,
         "seed": args.seed,
@@ -575,5 +578,5 @@ if __name__ == "__main__":
         track.summary.update(result)
         track.finish()
     score = scores["normalized_return"]
-    print(f"{method} on {args.env_id}: normalized return {score:.1f} (0 random, 100 optimal)")
+    print(f"{script}, {label} on {args.env_id}: normalized return {score:.1f} (0 random, 100 optimal)")
     print(f"run folder: {folder}")

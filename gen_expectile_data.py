@@ -13,8 +13,10 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,7 +58,7 @@ class Args:
     dataset_seed: int = 1
     """seed of the collected episodes: another draw of the data from the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the behaviour policy: 0.1 seeks risk, 0.5 is neutral, 0.9 avoids it"""
+    """risk level of the behaviour policy: 0.1 seeks risk, 0.9 avoids it (IQL: the reverse)"""
     epsilon: float = 0.1
     """probability that the executed action is a random one, in expectile training and collection"""
     early_fraction: float = 0.0
@@ -65,7 +67,7 @@ class Args:
     """replace a data set that exists; otherwise it is reported and left alone"""
 
     policy_dir: str | None = None
-    """folder of trained policies, where missing ones are trained and put; None: docs/policies"""
+    """folder of trained policies; None: docs/policies, and for new ones a cache in Minari's folder"""
     retrain: bool = False
     """train the policies anew and keep them in the run folder; those in policy_dir stay"""
     estimator: Literal["action-noise", "resample"] = "action-noise"
@@ -97,14 +99,12 @@ class Args:
 
 # ===== Files, checkpoints, tracking
 def write_file(folder, name, content):
-    """Write bytes under a temporary name, sync, rename: no reader ever sees half a file."""
+    """Write bytes under a temporary name and rename: no reader ever sees half a file."""
     path = os.path.join(folder, name)
     try:
         os.makedirs(folder, exist_ok=True)
         with open(path + ".tmp", "wb") as f:
             f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except OSError as error:
         sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
@@ -120,17 +120,15 @@ def write_metrics(folder, rows):
 def load_checkpoint(args, script):
     """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
     path = os.path.join(args.resume, "checkpoint.pt")
-    if not os.path.isfile(path):
-        sys.exit(f"{path}: there is no such file; give --resume the folder of an interrupted run.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-    except Exception as error:
-        sys.exit(f"{path} is damaged ({type(error).__name__}); start a new run.")
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script:
-        sys.exit(f"{path} was not written by {script}; resume it with the script that did.")
-    if checkpoint["args"].keys() != asdict(args).keys():
-        sys.exit(f"{path} was written by another version of {script}; start a new run.")
-    stored = checkpoint["args"]
+        stored = dict(checkpoint["args"])
+        fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
+    except Exception:
+        fits = False
+    if not fits:
+        why = f"was not written by {script} but by another version or script"
+        sys.exit(f"{path} is missing, is damaged, or {why}; start a new run.")
     for word in sys.argv[1:]:
         flag = word.split("=")[0].replace("_", "-")
         if flag in ("--eval-episodes", "--capture-video", "--total-updates", "--resume"):
@@ -140,16 +138,20 @@ def load_checkpoint(args, script):
     return checkpoint, replace(args, **stored)
 
 
-def start_tracking(args, run_name, group):
+def start_tracking(args, run_name, dataset_id, label, script):
     """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
     if not args.track:
         return None
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
+    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
+    group = f"{dataset_id} {label} {script}"
     place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", reinit="create_new")
+    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
     try:
         import wandb
 
-        return wandb.init(**place, **run, config=asdict(args))
+        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
@@ -502,33 +504,32 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = tyro.cli(Args, description=__doc__)
+    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
+    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
 
     # ----- arguments: the mistakes that people make
-    if min(args.dataset_size, args.hidden_dim, args.eval_episodes) < 1:
-        sys.exit("--dataset-size, --hidden-dim, --eval-episodes: each at least 1.")
-    if min(args.seed, args.dataset_seed) < 0:
-        sys.exit("--seed, --dataset-seed: each at least 0.")
+    if min(args.dataset_size, args.eval_episodes) < 1:
+        sys.exit("--dataset-size, --eval-episodes: each at least 1.")
     if not 0 < args.expectile_tau < 1:
         sys.exit(f"--expectile-tau {args.expectile_tau}: it must be above 0 and below 1.")
     if not 0 <= args.epsilon <= 1:
         sys.exit(f"--epsilon {args.epsilon}: it must be a probability.")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
-    if args.num_resamples < 2:
-        sys.exit(f"--num-resamples {args.num_resamples}: it must be at least 2.")
     if not 0 <= args.early_fraction <= 1:
         sys.exit(f"--early-fraction {args.early_fraction}: it must be a share between 0 and 1.")
     if args.early_fraction > 0 and (args.env_id, args.expectile_tau) != ("LunarLander-v3", 0.5):
         sys.exit("--early-fraction: only LunarLander-v3 with --expectile-tau 0.5 has an early policy.")
     try:
         tempfile.TemporaryFile(dir=get_dataset_path()).close()
+        os.makedirs(args.policy_dir or get_dataset_path(), exist_ok=True)
     except OSError as error:
-        why = error.strerror
-        sys.exit(f"{error.filename}: Minari cannot write there ({why}); set MINARI_DATASETS_PATH.")
+        where = f"{error.filename}: cannot write there ({error.strerror})"
+        sys.exit(f"{where}; set MINARI_DATASETS_PATH, or another --policy-dir.")
     try:
         env = gym.make(args.env_id, disable_env_checker=True)
         env.reset(seed=0)
@@ -552,20 +553,13 @@ if __name__ == "__main__":
         args.reward_scale = 0.005 if cartpole else 0.05
     if args.advantage_floor is None:
         args.advantage_floor = 0.1 if cartpole else 0.0
-    if min(args.start_steps, args.finish_steps) < 1:
-        sys.exit("--start-steps, --finish-steps: each at least 1.")
     D = observations.shape[0]
     A = int(actions.n)
     torch.set_num_threads(1)  # the networks are too small to share
 
     # ----- the data set: is there anything to do?
-    dataset_id = dataset_name(
-        args.env_id,
-        args.expectile_tau,
-        args.dataset_size,
-        args.early_fraction,
-        args.dataset_seed,
-    )
+    draw = (args.early_fraction, args.dataset_seed)
+    dataset_id = dataset_name(args.env_id, args.expectile_tau, args.dataset_size, *draw)
     if get_dataset_path(dataset_id).exists() and not args.overwrite:
         print(f"{dataset_id} exists and is left alone; --overwrite replaces it.")
         sys.exit(0)
@@ -576,47 +570,31 @@ if __name__ == "__main__":
     for tau in (0.5, args.expectile_tau):  # 0.5 is the reference
         level = dataset_name(args.env_id, tau, 1000).split("/")[2]  # such as tau90-1k-v0
         names[tau] = f"{env_name}-{level.split('-')[0]}"
-    policy_dir = args.policy_dir
-    if policy_dir is None:
-        policy_dir = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
-    shaping = {  # these and the seed make a policy
-        "env_id": args.env_id,
-        "epsilon": args.epsilon,
-        "estimator": args.estimator,
-        "num_resamples": args.num_resamples,
-        "start_steps": args.start_steps,
-        "finish_steps": args.finish_steps,
-        "hidden_dim": args.hidden_dim,
-        "policy_lr": args.policy_lr,
-        "gamma": args.gamma,
-        "reward_scale": args.reward_scale,
-        "advantage_floor": args.advantage_floor,
-    }
+    committed = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "policies")
+    cache = os.path.join(get_dataset_path(), ".expectile-policies")
+    policy_dirs = [args.policy_dir] if args.policy_dir else [committed, cache]
+    shaping = ("env_id", "epsilon", "estimator", "num_resamples", "start_steps", "finish_steps")
+    shaping += ("hidden_dim", "policy_lr", "gamma", "reward_scale", "advantage_floor")
+    shaping = {name: getattr(args, name) for name in shaping}  # these and the seed make a policy
     policies = checkpoint["policies"] if checkpoint else {}
     current = checkpoint["current"] if checkpoint else None  # a policy in training
     to_train = []
     for tau, name in names.items():
-        path = os.path.join(policy_dir, name, "policy.pt")
+        paths = [os.path.join(folder, name, "policy.pt") for folder in policy_dirs]
+        paths = [path for path in paths if os.path.exists(path)]
         in_training = current is not None and current["name"] == name
         if tau in policies:
             continue
-        if args.retrain or in_training or not os.path.exists(path):
+        if args.retrain or in_training or not paths:
             to_train.append(tau)
             continue
         try:
-            policies[tau] = torch.load(path, weights_only=True)
+            policies[tau] = torch.load(paths[0], weights_only=True)
             other = [key for key in shaping if policies[tau]["args"][key] != shaping[key]]
         except Exception as error:
-            sys.exit(f"{path}: damaged ({type(error).__name__}); delete it or use --retrain.")
+            sys.exit(f"{paths[0]}: damaged ({type(error).__name__}); delete it or use --retrain.")
         if other:
-            sys.exit(f"{path}: trained with another {' and '.join(other)}; use --retrain.")
-    if to_train and not args.retrain:
-        try:
-            os.makedirs(policy_dir, exist_ok=True)
-            tempfile.TemporaryFile(dir=policy_dir).close()
-        except OSError as error:
-            why = error.strerror
-            sys.exit(f"{policy_dir}: cannot write there ({why}); choose another --policy-dir.")
+            sys.exit(f"{paths[0]}: trained with another {' and '.join(other)}; use --retrain.")
 
     # ----- run folder: new, or as the checkpoint left it
     rows = []
@@ -632,8 +610,11 @@ if __name__ == "__main__":
         write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
     keep_in = [folder]  # where a trained policy goes
     if not args.retrain:
-        keep_in.append(policy_dir)
-    track = start_tracking(args, run_name, f"{args.env_id} behaviour")
+        keep_in.append(policy_dirs[-1])
+    track = start_tracking(args, run_name, dataset_id, "behaviour", script)
+    for i, row in enumerate(rows):
+        if track and i + 1 >= track.step:  # what a killed run had not yet sent
+            track.log(row, step=i + 1)
 
     def save(current):
         state = {
@@ -653,13 +634,12 @@ if __name__ == "__main__":
     # ----- policies: those to train
     random_return = 0.0
     if to_train:
+        steps = sum(args.start_steps if tau is None else args.finish_steps for tau in to_train)
+        print(f"{args.env_id}: {len(to_train)} policies to train, {steps:,} environment steps, about a minute")
+        print(f"per 200,000 on one core; they are kept in {keep_in[-1]}.", flush=True)
         random_return = episode_returns(env, None, args.eval_episodes, [args.seed, 1]).mean().item()
     for tau in to_train:
         name = names[tau]
-        if tau is None:
-            print(f"{name}: training the neutral start of all taus")
-        else:
-            print(f"{name}: training with expectile {tau}")
         floor = args.floor
         if floor is None:
             floor = env.spec.reward_threshold
@@ -700,16 +680,9 @@ if __name__ == "__main__":
             for sim in sims:
                 sim.reset(torch.randint(2**31, (1,), generator=generator).item())
 
-        score = -math.inf
-        per_round = math.ceil(steps / (256 * len(sims)))
-        bar = tqdm(
-            range(first, 3 * per_round),
-            desc=name,
-            total=per_round,
-            unit="rollout",
-            initial=first,
-            mininterval=1,
-        )
+        rollouts = math.ceil(steps / (256 * len(sims)))
+        left = range(first, rollouts)
+        bar = tqdm(left, name, rollouts, initial=first, unit="rollout", mininterval=1)
         for i in bar:
             # sample transitions by executing the current policy, and the N_s outcomes if asked for
             started = time.time()
@@ -721,7 +694,7 @@ if __name__ == "__main__":
                 outcomes = resample(copy_env, roll, args.num_resamples, epsilon, rng)
 
             # compute the expectile targets, update value function and policy
-            optimizer.param_groups[0]["lr"] = lr * (1 - i % per_round / per_round)
+            optimizer.param_groups[0]["lr"] = lr * (1 - i / rollouts)
             train_actor = tau is None or i >= 8  # a new tau trains its critic first
             metrics = update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator, args)
 
@@ -740,12 +713,6 @@ if __name__ == "__main__":
             if track:
                 track.log(row, step=len(rows))
             bar.set_postfix_str(f"return={episode_return:.1f}, length={length:.0f}", refresh=False)
-            if (i + 1) % per_round == 0:  # a bad policy is never stored: train on, or give up
-                greedy = episode_returns(env, actor, args.eval_episodes, [args.seed, 4, i])
-                score = greedy.mean().item()
-                tqdm.write(f"{name}: greedy return {score:.1f}, the floor is {floor:g}")
-                if score >= floor:
-                    break
             if (i + 1) % 10 == 0:
                 current = {
                     "name": name,
@@ -761,8 +728,11 @@ if __name__ == "__main__":
                 save(current)
         bar.close()
         write_metrics(folder, rows)
-        if score < floor:
-            sys.exit(f"{name}: below the floor {floor:g} after three rounds, not stored; try another --seed.")
+        greedy = episode_returns(env, actor, args.eval_episodes, [args.seed, 4, rollouts - 1])
+        score = greedy.mean().item()
+        print(f"{name}: greedy return {score:.1f}, the floor is {floor:g}")
+        if score < floor:  # a bad policy is never stored
+            sys.exit(f"{name}: below the floor, not stored; try another --seed or more steps.")
         policies[tau] = {
             "args": {"seed": args.seed, **shaping},
             "actor": actor.state_dict(),
@@ -789,7 +759,7 @@ if __name__ == "__main__":
     if neutral > 0:
         episodes += collect_episodes(env, actor, args.epsilon, neutral, args.dataset_seed)
     if early > 0:
-        path = os.path.join(policy_dir, "early", names[0.5], "policy.pt")
+        path = os.path.join(policy_dirs[0], "early", names[0.5], "policy.pt")
         try:
             actor.load_state_dict(torch.load(path, weights_only=True)["actor"])
         except Exception as error:

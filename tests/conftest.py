@@ -199,7 +199,8 @@ def datasets(tmp_path_factory):
 
     def store(name, episodes, env, ids=None, **spaces):
         ids = ids or range(len(episodes))
-        buffers = [EpisodeBuffer(id=i, **{k: np.array(v) for k, v in e.items()}) for i, e in zip(ids, episodes)]
+        array = lambda x: x if isinstance(x[0], str) else np.array(x)  # noqa: E731
+        buffers = [EpisodeBuffer(id=i, **{k: array(v) for k, v in e.items()}) for i, e in zip(ids, episodes)]
         with warnings.catch_warnings(action="ignore"):
             minari.create_dataset_from_buffers(name, buffers, env=env, **spaces)
 
@@ -220,6 +221,12 @@ def datasets(tmp_path_factory):
     moves = [dict(e, observations=np.zeros((len(e["actions"]) + 1, 3), np.float32)) for e in episodes[:2]]
     moves = [dict(e, actions=np.zeros((len(e["actions"]), 1), np.float32)) for e in moves]
     store("test/pendulum-v0", moves, pendulum)
+    text = [dict(e, observations=["abc"] * (len(e["actions"]) + 1)) for e in episodes[:2]]
+    spaces = {"observation_space": gym.spaces.Text(5), "action_space": gym.spaces.Discrete(2)}
+    store("test/text-v0", text, None, **spaces)
+    pictures = [dict(e, observations=np.zeros((len(e["actions"]) + 1, 84, 84), np.uint8)) for e in episodes[:1]]
+    spaces["observation_space"] = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+    store("test/pictures-v0", pictures, None, **spaces)
     lake = gym.make("FrozenLake-v1")
     cells = [dict(e, observations=np.zeros(len(e["actions"]) + 1, np.int64)) for e in episodes[:2]]
     store("test/lake-v0", cells, lake)

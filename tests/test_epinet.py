@@ -3,6 +3,7 @@ uncertainty that shrinks with data, and the script end to end."""
 
 import csv
 import math
+import re
 import signal
 import sys
 import time
@@ -368,7 +369,7 @@ def test_three_updates_are_those_of_a_plain_loop(variant, run, datasets):
 
     shape = "Box" if o.uncertainty_set == "box" else "Ell"
     name = f"ERSAC-{shape}-Epi" + "*" * (o.method == "ell-epi-star") + "-own" * (o.targets == "own")
-    assert f"{name} on test/chain-v0" in done.out
+    assert f"{name.removeprefix('ERSAC-')} on test/chain-v0" in done.out
     rows = metrics(done.folders[0])
     assert [row["update"] for row in rows] == [2, 3]
     check_rows(rows, expected.logged[1:])
@@ -419,6 +420,7 @@ def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, loa
     assert got.result == {
         "script": "ersac_epinet.py",
         "method": method,
+        "label": method.removeprefix("ERSAC-"),
         "env_id": "test/Chain-v0",
         "seed": o.seed,
         "dataset_id": "test/chain-v0",
@@ -432,8 +434,10 @@ def test_checkpoint_and_result_hold_what_the_page_says(changes, method, run, loa
         "normalized_return": pytest.approx(100 * (returns.mean() + 14) / (25 + 14)),
         "policy_entropy": pytest.approx(-(pi * log_pi).sum(1).mean().item(), rel=1e-4),
     }
-    assert f"{method} on test/chain-v0: return {returns.mean():.1f} over {o.eval_episodes} episodes" in done.out
-    assert f"normalized return {got.result['normalized_return']:.1f} " in done.out
+    named = f"ersac_epinet.py, {method.removeprefix('ERSAC-')} on test/chain-v0"
+    assert f"{named}: return {returns.mean():.1f} over {o.eval_episodes} episodes\n" in done.out
+    scale = "(0 is a return of -14.0, 100 is 25.0: the data set's reference scores)"
+    assert f"normalized return {got.result['normalized_return']:.1f} {scale}\n" in done.out
     assert f"run folder: {Path('runs') / done.folders[0].name}" in done.out
 
 
@@ -526,15 +530,19 @@ def test_missing_foreign_data_set_is_downloaded(run, datasets, monkeypatch):
 
 
 def test_an_environment_without_a_limit_gets_one():
+    def named(env_id):
+        spec = SimpleNamespace(dataset_id="test/named-v0", observation_space=Chain.observation_space)
+        return SimpleNamespace(recover_environment=lambda **_: gym.make(env_id), spec=spec)
+
     if "test/Endless-v0" not in gym.registry:
         gym.register("test/Endless-v0", "conftest:Chain")
-    env, steps, done = make_eval_env(None, "test/Endless-v0"), 0, False
+    env, steps, done = make_eval_env(named("test/Endless-v0")), 0, False
     env.reset(seed=0)
     while not done:
         _, _, terminated, truncated, _ = env.step(2)  # wait
         steps, done = steps + 1, terminated or truncated
     assert steps == 10_000
-    env = make_eval_env(None, "test/Chain-v0")
+    env = make_eval_env(named("test/Chain-v0"))
     env.reset(seed=0)
     assert [env.step(2)[3] for _ in range(10)] == [False] * 9 + [True]
 
@@ -732,7 +740,7 @@ def test_stopped_run_resumes_to_the_same_bits(run, load, datasets, monkeypatch, 
 
 
 def test_ctrl_c_before_the_training_leaves_nothing(run, datasets, monkeypatch):
-    monkeypatch.setattr(minari, "list_local_datasets", lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(minari.storage, "get_dataset_path", lambda _: signal.raise_signal(signal.SIGINT))
     done = run("ersac_epinet", "--env-id", "CartPole-v1")
     assert done.code == 130 and done.folders == [] and done.out + done.err == ""
 
@@ -800,16 +808,22 @@ def test_wandb_gets_the_same_numbers(run, load, datasets, monkeypatch):
         def finish():
             told.finished += 1
 
-        return SimpleNamespace(log=lambda row, step: told.rows.append((step, row)), summary=told.summary, finish=finish)
+        def log(row, step):
+            told.rows.append((step, row))
+
+        return SimpleNamespace(log=log, summary=told.summary, finish=finish, step=0)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     names = ("--track", "--wandb-project-name", "project", "--wandb-entity", "team", "--exp-name", "told")
     (folder,) = ran(run("ersac_epinet", *command_line(OPTIONS), *names)).folders
     assert folder.name.startswith("Chain-v0__told__7__")
     got = load(folder)
-    expected = {"project": "project", "entity": "team", "name": folder.name, "id": folder.name, "config": got.args}
-    assert told.named.items() >= (expected | {"group": "test/Chain-v0 ERSAC-Ell-Epi*"}).items()
-    assert told.named["resume"] == "allow"
+    expected = {"project": "project", "entity": "team", "name": folder.name, "id": folder.name, "resume": "allow"}
+    expected |= {"group": "test/chain-v0 Ell-Epi* ersac_epinet.py", "tags": ["Ell-Epi*", "ersac_epinet.py"]}
+    assert told.named.items() >= (expected | {"save_code": True}).items()
+    config = told.named["config"]
+    assert config.items() >= (got.args | {"dataset_id": "test/chain-v0", "label": "Ell-Epi*"}).items()
+    assert re.fullmatch("[0-9a-f]{7,}(-dirty)?|", config["commit"]) and config["script"] == "ersac_epinet.py"
     assert told.rows == [(row["update"], row) for row in metrics(folder)]
     assert told.summary == got.result and told.finished == 1
 
@@ -839,7 +853,9 @@ def test_diverging_run_stops_and_keeps_a_finite_checkpoint(run, datasets, flag, 
 BAD = [
     ("--dataset-id test/ragged-v0", "T + 1"),
     ("--dataset-id test/nan-v0", "not finite"),
-    ("--dataset-id test/lake-v0", "vectors"),
+    ("--dataset-id test/text-v0", "not vectors"),
+    ("--dataset-id test/pictures-v0", "ersac_atari.py"),
+    ("--dataset-id cartpole", "end in a version"),
     ("--dataset-id test/pendulum-v0", "discrete actions"),
     ("--upsilon 1", "infinite"),
     ("--upsilon 1.1 --method ell-epi", "upsilon"),
@@ -847,20 +863,11 @@ BAD = [
     ("--head mlp", "linear in z"),
     ("--uncertainty-set box --method ell-epi", "closed form"),
     ("--targets his", "targets"),
-    ("--index-dim 0", "index-dim"),
-    ("--num-index-samples 0", "num-index-samples"),
     ("--method ell-n", "method"),
     ("--total-updates 0", "total-updates"),
-    ("--batch-size 0", "batch-size"),
-    ("--hidden-dim 0", "hidden-dim"),
     ("--eval-interval 0", "eval-interval"),
     ("--eval-episodes 0", "eval-episodes"),
-    ("--alpha -1", "alpha"),
     ("--alpha 0 --autotune", "alpha"),
-    ("--q-lr 0", "q-lr"),
-    ("--return-scale 0", "return-scale"),
-    ("--polyak 0", "polyak"),
-    ("--polyak 1.5", "polyak"),
     ("--gamma 1", "gamma"),
     ("--gamma -0.1", "gamma"),
 ]

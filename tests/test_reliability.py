@@ -175,19 +175,19 @@ def test_no_graph_grows_from_update_to_update(script, run, games):  # noqa: F811
 def test_full_disk_ends_in_one_line_and_the_last_checkpoint_goes_on(script, run, load, games):  # noqa: F811
     """A limit on the size of files stands in for a full disk: the system refuses the write in the same place."""
     whole = load(run(script, *SMALL[script], *SHORT, "--exp-name", "whole").folders[0])
-    original, calls = os.fsync, []
+    original, calls = os.replace, []
 
-    def fsync(descriptor):
-        calls.append(descriptor)
+    def replace(*names):
+        calls.append(names)
         if len(calls) == 5:  # arguments, checkpoints, metrics; then the disk is full
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(descriptor)
+        return original(*names)
 
-    os.fsync = fsync
+    os.replace = replace
     try:
         done = run(script, *SMALL[script], *SHORT, "--exp-name", "part")
     finally:
-        os.fsync = original
+        os.replace = original
     one_line(done, "No space left on device", "--resume")
     (folder,) = done.folders
     assert not (folder / "result.json").exists()

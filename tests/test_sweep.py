@@ -99,6 +99,9 @@ def test_flags_are_for_the_training_scripts_and_part_of_a_runs_name(sweep):
     baselines = [c for c in done.commands if "docs" in Path(c[1]).parts]
     assert len(baselines) == 4 * 3 + 2 * 4 * 2 and all(flag(c, "alpha") is None for c in baselines)
     assert {r["flags"] for r in done.rows if r["method"] in ("BC", "BC-top", "CQL")} == {""}
+    done = sweep.call(*GRID, 103, "--flags=--track --alpha 0.1", "--methods", "BC", "BC-top", "CQL", "SAC-N")
+    assert all("--track" in c for c in done.commands)  # W&B sees every cell
+    assert all(flag(c, "alpha") is None for c in done.commands if "docs" in Path(c[1]).parts)
 
 
 def test_seed_s_learns_from_data_set_s(sweep):

@@ -21,7 +21,16 @@ from tqdm import trange
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from ersac_ensemble import Actor, entropy, evaluate, find_dataset, load_transitions, make_eval_env, write_file  # noqa: E402
+from ersac_ensemble import (  # noqa: E402
+    Actor,
+    entropy,
+    evaluate,
+    find_dataset,
+    load_transitions,
+    make_eval_env,
+    start_tracking,
+    write_file,
+)
 
 
 @dataclass
@@ -32,6 +41,12 @@ class Args:
     """seed of network, minibatches and evaluation"""
     output_dir: str = "runs"
     """folder that receives the run folder"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "ersac"
+    """W&B project"""
+    wandb_entity: str | None = None
+    """W&B user or team; None is your default one"""
     env_id: str = "LunarLander-v3"
     """environment of the default data set"""
     dataset_id: str | None = None
@@ -92,7 +107,10 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
     speed = args.total_updates / (time.time() - started)
-    env = make_eval_env(dataset, None if args.dataset_id else args.env_id)
+    env = make_eval_env(dataset)
+    if env is None:
+        sys.exit(f"{dataset.spec.dataset_id}: without an environment there is nothing to compare.")
+    args.env_id = env.spec.id
     scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
@@ -122,5 +140,9 @@ if __name__ == "__main__":
     folder = os.path.join(args.output_dir, name)
     write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
     write_file(folder, "result.json", json.dumps(result, indent=2).encode())
+    track = start_tracking(args, name, result["dataset_id"], result["method"], result["script"])
+    if track:
+        track.summary.update(result)
+        track.finish()
     print(f"{result['method']} on {dataset.spec.dataset_id}: return {scores.mean():.1f}, normalized {normalized}")
     print(f"run folder: {folder}")

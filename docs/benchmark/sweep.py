@@ -5,9 +5,9 @@
 Seed s learns from data set s, whatever the method, so that differences are paired and intervals contain the data;
 --one-dataset gives all seeds the same one. A finished run is one row of the CSV, written at once and skipped the next
 time; what it logged on the way goes to a second CSV, whose name ends in _curves. A run that fails is reported, the
-others go on, and the sweep exits with 1. --flags="--autotune" passes further arguments to the training scripts (not to
-the baselines); they are part of a row's name. --datasets takes Minari ids in place of environments, sizes and taus;
-{seed} in an id stands for the seed.
+others go on, and the sweep exits with 1. --flags="--autotune" passes further arguments to the training scripts (to the
+baselines only --track); they are part of a row's name. --datasets takes Minari ids in place of environments, sizes and
+taus; {seed} in an id stands for the seed.
 """
 
 import csv
@@ -144,7 +144,9 @@ def grid(args):
                 sets.append(ours)
         for data, method in itertools.product(sets, args.methods):
             dataset_id = data.get("dataset_id") or dataset_name(**data)
-            flags = "" if method in BASELINES else args.flags
+            flags = args.flags
+            if method in BASELINES:  # they know --track, and none of the others
+                flags = "--track" if "--track" in flags.split() else ""
             cells.append(Cell(method, dataset_id, seed, flags, data))
     return cells
 

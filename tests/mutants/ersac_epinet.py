@@ -111,10 +111,14 @@ FAULTS = [
     ("(q_star[taken] - returns[index])", "(mu[taken] - returns[index])", "q_star_minus_return from the mean"),
     ("10**6 * (args.seed + 1) + 10**5", "10**6 * (args.seed + 1)", "the final episodes are those in between"),
     ("int(dataset.spec.action_space.n)", "int(action.max()) + 1", "actions that no transition took do not exist"),
-    ("if low is not None and high is not None:", "if low and high:", "a reference score of 0 counts as missing"),
     (
-        "env = make_eval_env(dataset, None if args.dataset_id else args.env_id)\n",
-        "env = make_eval_env(dataset, args.env_id)\n",
-        "a foreign data set is not evaluated in the environment that it recovers",
+        "if env and low is not None and high is not None:",
+        "if env and low and high:",
+        "a reference score of 0 counts as missing",
+    ),
+    (
+        "dataset.recover_environment(eval_env=True",
+        "dataset.recover_environment(eval_env=False",
+        "the evaluation is not in the environment that the data set names for it",
     ),
 ]

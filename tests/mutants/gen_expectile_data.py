@@ -57,9 +57,9 @@ FAULTS = [
         "a tau trains its actor before its critic is ready",
     ),
     (
-        "lr * (1 - i % per_round / per_round)",
-        "lr * (1 - i / per_round)",
-        "the step size falls below 0 in later rounds",
+        "lr * (1 - i / rollouts)",
+        "lr * (1 - (i + 1) / rollouts)",
+        "the last rollout teaches nothing",
     ),
     (
         'critic.load_state_dict(policies[None]["critic"])',
@@ -72,7 +72,7 @@ FAULTS = [
         "Adam's moments are lost in a resumed run",
     ),
     (
-        "[args.seed, 4, i])",
+        "[args.seed, 4, rollouts - 1])",
         "[args.seed, 1])",
         "policies are measured on the random policy's episodes",
     ),
@@ -97,8 +97,8 @@ FAULTS = [
         "the early policy's episodes do not follow --dataset-seed",
     ),
     (
-        'os.path.join(policy_dir, "early", names[0.5], "policy.pt")',
-        'os.path.join(policy_dir, names[0.5], "policy.pt")',
+        'os.path.join(policy_dirs[0], "early", names[0.5], "policy.pt")',
+        'os.path.join(policy_dirs[0], names[0.5], "policy.pt")',
         "the early policy is the neutral one",
     ),
 ]
