@@ -440,7 +440,7 @@ if __name__ == "__main__":
         rows = checkpoint["rows"]
         run_name = checkpoint["run_name"]
     else:
-        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(1000 * time.time())}"
         folder = os.path.join(args.output_dir, run_name)
         if os.path.exists(folder):
             sys.exit(f"{folder} exists; choose another --exp-name.")

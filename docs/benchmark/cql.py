@@ -160,7 +160,7 @@ if __name__ == "__main__":
         "normalized_return": normalized,
         "policy_entropy": 0.0,
     }
-    name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    name = f"{args.env_id.split('/')[-1]}__{args.exp_name}__{args.seed}__{int(1000 * time.time())}"
     folder = os.path.join(args.output_dir, name)
     write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
     write_file(folder, "result.json", json.dumps(result, indent=2).encode())
