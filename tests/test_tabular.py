@@ -894,15 +894,15 @@ def test_bad_checkpoints_end_in_one_clear_line(run, tmp_path):
     assert done.code == 1 and "--upsilon cannot change" in done.err
 
 
-def test_existing_run_folder_is_left_alone(run, tmp_path):
-    for second in range(30):  # whenever the run starts
-        folder = tmp_path / "runs" / f"RiverSwim__ersac_tabular__1__{int(time.time()) + second}"
-        folder.mkdir(parents=True)
-        (folder / "result.json").write_text("precious")
+def test_existing_run_folder_is_left_alone(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1234.5)
+    folder = tmp_path / "runs" / "RiverSwim__ersac_tabular__1__1234500"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text("precious")
     done = run("ersac_tabular", *SHORT)
     assert done.code == 1 and "exists" in done.err and len(done.err.strip().splitlines()) == 1
-    assert all([p.name for p in f.iterdir()] == ["result.json"] for f in tmp_path.glob("runs/*"))
-    assert all((f / "result.json").read_text() == "precious" for f in tmp_path.glob("runs/*"))
+    assert [p.name for p in folder.iterdir()] == ["result.json"]
+    assert (folder / "result.json").read_text() == "precious" and len(list(tmp_path.glob("runs/*"))) == 1
 
 
 def test_infinite_loss_stops_the_run(run):
