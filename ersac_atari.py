@@ -321,6 +321,19 @@ def n_step(first, reward, terminated, gamma, n):
     return total, gamma**steps, steps, terminated[t + steps - 1]
 
 
+def returns_to_go(first, reward, terminated, gamma):
+    """The discounted return that followed; NaN, unknown, if the episode was cut before its end. [|D|]"""
+    last = [*(first[1:] != first[:-1]).tolist(), True]  # transitions that are their episode's last
+    following = 0.0
+    returns = []
+    for r, ended, is_last in zip(reward.tolist()[::-1], terminated.tolist()[::-1], last[::-1]):
+        if is_last:
+            following = 0.0 if ended else math.nan
+        following = r + gamma * following
+        returns.append(following)
+    return torch.tensor(returns[::-1])
+
+
 def make_atari_env(dataset, video_folder=None):
     """The environment that the data set recovers, its frames decoded and stacked like the data."""
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
@@ -593,6 +606,7 @@ if __name__ == "__main__":
     dataset_id = dataset.spec.dataset_id
     frames, frame, first, action, reward, terminated = load_frames(dataset, args.cache_dir)
     reward = reward.clamp(-1, 1)  # for learning only
+    returns = returns_to_go(first, reward, terminated, args.gamma)
     reward, discount, steps, terminated = n_step(first, reward, terminated, args.gamma, args.n_step)
     size = len(action)
     A = int(dataset.spec.action_space.n)
@@ -799,12 +813,15 @@ if __name__ == "__main__":
                     mu = output.mean(0)
                     std = output.std(0, correction=0)
                 taken = F.one_hot(a, A).bool()  # [B, A]
+                followed = returns[index].to(device)  # [B]
                 row = {
                     "losses/critic_loss": losses.mean(),
                     "losses/extra": extra,
                     "losses/actor_loss": pi_loss,
                     "charts/policy_entropy": entropy(pi, log_pi).mean(),
                     "charts/q_data_actions": mu[taken].mean(),
+                    "charts/q_minus_return": (mu[taken] - followed).nanmean(),  # where known
+                    "charts/q_star_minus_return": (q_star[taken] - followed).nanmean(),
                     "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/agreement": (pi.argmax(-1) == a).float().mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),

@@ -226,6 +226,8 @@ def plain_transitions(dataset_id, gamma, n):
             row.ended, row.t, row.steps = bool(episode.terminations[end - 1]), t, end - t
             row.bootstrap = 0.0 if row.ended else gamma**row.steps
             row.clipped = max(abs(episode.rewards[t:end])) > 1
+            later = [gamma ** (k - t) * min(max(episode.rewards[k], -1.0), 1.0) for k in range(t, length)]
+            row.followed = sum(later) if episode.terminations[-1] else None
             rows.append(row)
     return rows
 
@@ -397,6 +399,7 @@ class Oracle:
         mu = output[0] if star else sum(output) / len(output)
         std = (output[1] ** 2).sum(-1).sqrt() if star else (sum((q - mu) ** 2 for q in output) / len(output)).sqrt()
         data = [(i, x.a) for i, x in enumerate(batch)]
+        known = [(i, x) for i, x in enumerate(batch) if x.followed is not None]
         others = [(i, k) for i, x in enumerate(batch) for k in range(4) if k != x.a]
         mean = lambda values: sum(x.item() if torch.is_tensor(x) else x for x in values) / len(values)  # noqa: E731
         return {
@@ -406,6 +409,8 @@ class Oracle:
             "losses/actor_loss": loss.item(),
             "charts/policy_entropy": -mean((pi * log_pi).sum(-1)),
             "charts/q_data_actions": mean([mu[k] for k in data]),
+            "charts/q_minus_return": mean([mu[i, x.a] - x.followed for i, x in known]) if known else math.nan,
+            "charts/q_star_minus_return": mean([q_star[i, x.a] - x.followed for i, x in known]) if known else math.nan,
             "charts/q_robust": mean((pi * q_star).sum(-1)),
             "charts/q_gap": mean((pi * (mu - q_star)).sum(-1)),
             "charts/agreement": mean([pi[i].argmax() == x.a for i, x in enumerate(batch)]),

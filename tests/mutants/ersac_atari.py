@@ -54,4 +54,6 @@ FAULTS = [
         "        if False and fingerprint != checkpoint[",
         "changed data go unnoticed",
     ),
+    ("following = 0.0 if ended else math.nan", "following = 0.0", "returns of episodes that were cut"),
+    ("(q_star[taken] - followed)", "(mu[taken] - followed)", "q_star_minus_return from the mean"),
 ]
