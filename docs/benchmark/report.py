@@ -559,22 +559,23 @@ PEERS = ("BC", "BC-top", "CQL")
 
 
 def grid_cell(row):
-    """Environment, data and risk level of a run, in the order in which tables show them."""
+    """Environment, data and risk level of a run."""
     sizes = {1000: "1,000", 10_000: "10,000", 100_000: "100,000"}
-    if row["dataset_size"] == "":
-        return row["dataset_id"], "hovering", 0.5
+    if "hovering" in row["dataset_id"]:
+        return row["env_id"], "10,000, hovering", 0.5
     mixed = ", mixed" if row["early_fraction"] else ""
     return row["env_id"], sizes[row["dataset_size"]] + mixed, row["expectile_tau"]
 
 
 def grid_cells(rows):
-    """All cells that have rows: LunarLander before CartPole, risk levels together, mixed data last."""
-    cells = {grid_cell(r): r for r in rows}
-    order = {
-        cell: (r["env_id"] != "LunarLander-v3", "mixed" in cell[1], cell[2], r["dataset_size"])
-        for cell, r in cells.items()
-    }
-    return sorted(cells, key=order.get)
+    """All cells that have rows: LunarLander before CartPole, by risk level and size, the unusual data last."""
+
+    def place(cell):
+        env_id, data, tau = cell
+        size = int(data.split(", ")[0].replace(",", ""))
+        return env_id != "LunarLander-v3", ", " in data, tau, size
+
+    return sorted({grid_cell(r) for r in rows}, key=place)
 
 
 def grid_networks(rows):
