@@ -82,7 +82,7 @@ def cells(grid):
     if grid == "calibration":
         coarse = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
         curves = [(100, 0.5, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0))]
-        curves += [(100, 0.1, coarse), (100, 0.9, coarse), (10, 0.5, coarse), (1000, 0.5, coarse)]
+        curves += [(10, 0.5, coarse), (1000, 0.5, coarse), (100, 0.1, coarse), (100, 0.9, coarse)]
         found = []
         for size, tau, upsilons in curves:
             for targets, upsilon in itertools.product(("shared", "own"), upsilons):
