@@ -464,17 +464,20 @@ def calibration(args):
     learned = [r | {"targets": "own" if "--targets own" in r["arguments"] else "shared"} for r in learned]
     fixed = load(ROOT / "docs" / "benchmark" / "calibration.csv")
     fig, axes = plt.subplots(2, 3, figsize=(7.5, 4.8), sharex=True, sharey=True)
-    columns = [(100, "100 transitions per state"), (1000, "1000 per state"), (10, "10 per state")]
+    columns = [(10, "10 transitions per state"), (100, "100 per state"), (1000, "1000 per state")]
     for column, (size, title) in enumerate(columns):
         for targets, (colour, label) in TARGETS.items():
             for rows, style, policy in ((fixed, "-", "fixed policy"), (learned, "--", "learned policy")):
                 where = {"dataset_size": size, "expectile_tau": 0.5, "targets": targets}
-                values = sorted({r["upsilon"] for r in rows if r["dataset_size"] == size and r["expectile_tau"] == 0.5})
+                values = sorted({r["upsilon"] for r in rows if all(r[k] == v for k, v in where.items())})
+                if not values:  # not run yet
+                    continue
                 for row, name in enumerate(("coverage_rate", "lower_bound_rate")):
-                    y = np.stack([per_seed(rows, name, upsilon=v, **where) for v in values])  # [levels, seeds]
-                    half = interval(y)
-                    axes[row, column].plot(values, y.mean(1), style, color=colour, lw=1.3, label=f"{label}, {policy}")
-                    axes[row, column].fill_between(values, y.mean(1) - half, y.mean(1) + half, color=colour, alpha=0.12)
+                    y = [per_seed(rows, name, upsilon=v, **where) for v in values]  # levels, each with its seeds
+                    mean = np.array([x.mean() for x in y])
+                    half = np.array([interval(x) for x in y])
+                    axes[row, column].plot(values, mean, style, color=colour, lw=1.3, label=f"{label}, {policy}")
+                    axes[row, column].fill_between(values, mean - half, mean + half, color=colour, alpha=0.12)
         levels = np.linspace(0.01, 0.999, 100)
         axes[0, column].plot([0, 1], [0, 1], ":", color="black", lw=1, label="a calibrated set")
         axes[1, column].plot(levels, norm.cdf(np.sqrt(chi2.ppf(levels, 2))), ":", color="black", lw=1)
