@@ -3,6 +3,7 @@
 import csv
 import functools
 import itertools
+import json
 import math
 import os
 import signal
@@ -1070,6 +1071,48 @@ def test_video_of_the_final_evaluation_and_a_checkpoint_that_acts(run, games):
     actor.load_state_dict(checkpoint["actor"])
     obs, _ = make_atari_env(minari.load_dataset("test/pong-v0")).reset(seed=0)
     assert actor(torch.tensor(obs)[None]).shape == (1, 6)
+
+
+# ----- cloning of images, the bar in the tables
+@pytest.mark.parametrize("top", [1.0, 0.3])
+def test_cloning_of_images_in_plain_code(run, walks, top):
+    """Three updates against a loop, on all episodes and on those with the best returns."""
+    flags = ("--dataset-id", "test/walk-v0", "--seed", 4, "--hidden-dim", 8, "--batch-size", 5, "--total-updates", 3)
+    done = run("docs/benchmark/clone", *flags, "--lr", 0.01, "--eval-episodes", 2, "--top", top)
+    assert done.code == 0, done.err
+    result = json.loads((done.folders[0] / "result.json").read_text())
+    assert result["method"] == ("BC" if top == 1 else "BC-top30") and len(result["eval_returns"]) == 2
+
+    episodes = raw_episodes("test/walk-v0")
+    bar = np.quantile([episode.rewards.sum() for episode in episodes], 1 - top)
+    kept, number = [], 0
+    for episode in episodes:
+        for _ in episode.actions:
+            kept += [number] if episode.rewards.sum() >= bar else []
+            number += 1
+    assert len(kept) == number if top == 1 else 0 < len(kept) < number
+    transitions = plain_transitions("test/walk-v0", 0.9, 1)
+    frames = np.concatenate([episode.observations for episode in episodes]).astype(float)
+    torch.manual_seed(4)
+    mean = torch.tensor(frames.mean(0)).float()
+    std = torch.tensor(np.sqrt(((frames - frames.mean(0)) ** 2).mean())).float()
+    network = PixelNetwork(torch.nn.Linear(8, 4), 8, 4, mean, std)
+    w = weights(network.state_dict())
+    learned_ = [w[k] for k, _ in network.named_parameters()]
+    adam = torch.optim.Adam(learned_)
+    generator = torch.Generator().manual_seed(4)
+    for update in range(3):
+        batch = [transitions[kept[i]] for i in torch.randint(len(kept), (5,), generator=generator)]
+        logits = linear(w, "heads", encode(w, [x.s for x in batch]))
+        loss = -sum(logits.log_softmax(-1)[i, x.a] for i, x in enumerate(batch)) / 5
+        adam.param_groups[0]["lr"] = 0.01 * (3 - update) / 3
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    every = range(0, number, number // 1000 + 1)
+    log_pi = linear(w, "heads", encode(w, [transitions[i].s for i in every])).log_softmax(-1)
+    entropy_ = -(log_pi.exp() * log_pi).sum(-1).mean().item()
+    assert result["policy_entropy"] == pytest.approx(entropy_, rel=1e-4)
 
 
 # ----- the recorder

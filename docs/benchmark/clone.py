@@ -1,9 +1,11 @@
 """Behaviour cloning on the same data with the same network and evaluation: the bar that offline RL has to clear.
 
     python docs/benchmark/clone.py --env-id LunarLander-v3 --seed 100
+    python docs/benchmark/clone.py --dataset-id ersac/pong/scripted-v0 --batch-size 32 --lr 3e-4 --eval-episodes 20
 
 Maximum likelihood of the data's actions; the greedy policy of the last update is evaluated, as in the other scripts.
---top 0.5 clones only the better half of the episodes, by their return.
+--top 0.5 clones only the better half of the episodes, by their return. Data sets of images are cloned with the network
+and the evaluation of ersac_atari.py, all others with those of ersac_ensemble.py.
 """
 
 import json
@@ -13,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,7 @@ from tqdm import trange
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import ersac_atari  # noqa: E402
 from ersac_ensemble import (  # noqa: E402
     Actor,
     entropy,
@@ -50,7 +54,7 @@ class Args:
     env_id: str = "LunarLander-v3"
     """environment of the default data set"""
     dataset_id: str | None = None
-    """any Minari data set with vector observations and discrete actions, in place of the default"""
+    """any Minari data set with vectors or images and discrete actions, in place of the default"""
     dataset_size: int = 100_000
     """transitions of the default data set"""
     dataset_seed: int = 1
@@ -65,20 +69,84 @@ class Args:
     """updates"""
     batch_size: int = 256
     """transitions in a minibatch"""
-    hidden_dim: int = 128
-    """width of the two hidden layers"""
+    hidden_dim: int | None = None
+    """width of the hidden layers; None is 128, for images 512"""
     lr: float = 1e-3
     """Adam step size, falling linearly to 0"""
     eval_episodes: int = 100
     """episodes of the final evaluation"""
+    eval_epsilon: float = 0.0
+    """images: probability of a random action in evaluation"""
 
 
-def best_episodes(dataset, top):
+def best_episodes(returns, lengths, top):
     """Which transitions belong to episodes whose return reaches the quantile 1 - top. Bool [|D|]"""
+    kept = np.asarray(returns) >= np.quantile(returns, 1 - top)
+    return torch.from_numpy(np.repeat(kept, lengths))
+
+
+def clone(args, actor, look, action, kept):
+    """Train the actor; look(index) gives the observations of transitions. Updates per second."""
+    generator = torch.Generator().manual_seed(args.seed)
+    optimizer = torch.optim.Adam(actor.parameters(), lr=args.lr, fused=True)
+    numbers = kept.nonzero()[:, 0]
+    started = time.time()
+    for update in trange(args.total_updates, desc="cloning", mininterval=1):
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - update / args.total_updates)
+        index = numbers[torch.randint(len(numbers), (args.batch_size,), generator=generator)]
+        loss = F.cross_entropy(actor(look(index)), action[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return args.total_updates / (time.time() - started)
+
+
+def clone_vectors(args, dataset):
+    """Environment, returns [episodes], log pi at some states and the speed."""
+    obs, action, *_ = load_transitions(dataset, 0.99)
+    mean = obs.mean(0)
+    std = obs.std(0, correction=0).clamp(min=1e-3)
+    obs = (obs - mean) / std
     episodes = list(dataset.iterate_episodes())
-    returns = np.array([episode.rewards.sum() for episode in episodes])
-    kept = returns >= np.quantile(returns, 1 - top)
-    return torch.from_numpy(np.repeat(kept, [len(episode.rewards) for episode in episodes]))
+    returns = [episode.rewards.sum() for episode in episodes]
+    kept = best_episodes(returns, [len(episode.rewards) for episode in episodes], args.top)
+    actor = Actor(obs.shape[1], int(dataset.spec.action_space.n), args.hidden_dim or 128)
+    speed = clone(args, actor, obs.__getitem__, action, kept)
+    env = make_eval_env(dataset)
+    if env is None:
+        sys.exit(f"{dataset.spec.dataset_id}: without an environment there is nothing to compare.")
+    scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
+    with torch.no_grad():
+        log_pi = actor(obs[:10_000]).log_softmax(-1)
+    return env, scores, log_pi, speed
+
+
+def clone_pixels(args, dataset):
+    """The same for images."""
+    frames, frame, first, action, reward, _ = ersac_atari.load_frames(dataset, None)
+    lengths = first.unique_consecutive(return_counts=True)[1]
+    returns = [part.sum().item() for part in reward.split(lengths.tolist())]
+    kept = best_episodes(returns, lengths.numpy(), args.top)
+    some = torch.tensor(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
+    mean = some.mean(0)
+    std = (some - mean).square().mean().sqrt().clamp(min=1.0)
+    A = int(dataset.spec.action_space.n)
+    H = args.hidden_dim or 512
+    actor = ersac_atari.PixelNetwork(torch.nn.Linear(H, A), H, A, mean, std)
+
+    def look(index):
+        return ersac_atari.stack(frames, frame[index], first[index])  # [B, 4, 84, 84]
+
+    def policy(obs):
+        return actor(obs).log_softmax(-1), None
+
+    speed = clone(args, actor, look, action, kept)
+    envs = [ersac_atari.make_atari_env(dataset) for _ in range(min(args.eval_episodes, 10))]
+    first_seed = 10**6 * (args.seed + 1) + 10**5
+    scores = ersac_atari.play(policy, envs, args.eval_episodes, first_seed, torch.device("cpu"), args.eval_epsilon)
+    with torch.no_grad():
+        log_pi = actor(look(torch.arange(0, len(action), len(action) // 1000 + 1))).log_softmax(-1)
+    return envs[0], scores, log_pi, speed
 
 
 if __name__ == "__main__":
@@ -87,33 +155,11 @@ if __name__ == "__main__":
         sys.exit(f"--top {args.top}: it must be above 0 and at most 1.")
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
     dataset = find_dataset(args)
-    obs, action, *_ = load_transitions(dataset, 0.99)
-    mean = obs.mean(0)
-    std = obs.std(0, correction=0).clamp(min=1e-3)
-    obs = (obs - mean) / std
-    kept = best_episodes(dataset, args.top)
-    cloned_obs = obs[kept]
-    cloned_action = action[kept]
-    actor = Actor(obs.shape[1], int(dataset.spec.action_space.n), args.hidden_dim)
-    optimizer = torch.optim.Adam(actor.parameters(), lr=args.lr, fused=True)
-    started = time.time()
-    for update in trange(args.total_updates, desc="cloning", mininterval=1):
-        optimizer.param_groups[0]["lr"] = args.lr * (1 - update / args.total_updates)
-        index = torch.randint(len(cloned_obs), (args.batch_size,), generator=generator)
-        loss = F.cross_entropy(actor(cloned_obs[index]), cloned_action[index])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    speed = args.total_updates / (time.time() - started)
-    env = make_eval_env(dataset)
-    if env is None:
-        sys.exit(f"{dataset.spec.dataset_id}: without an environment there is nothing to compare.")
+    space = dataset.spec.observation_space
+    images = isinstance(space, gym.spaces.Box) and len(space.shape) > 1
+    env, scores, log_pi, speed = clone_pixels(args, dataset) if images else clone_vectors(args, dataset)
     args.env_id = env.spec.id
-    scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
-    with torch.no_grad():
-        log_pi = actor(obs[:10_000]).log_softmax(-1)
     low = dataset.storage.metadata.get("ref_min_score")
     high = dataset.storage.metadata.get("ref_max_score")
     normalized = None
