@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python docs/benchmark/speed.py --what networks    speed.csv
     OMP_NUM_THREADS=1 python docs/benchmark/speed.py --what growth      speed_growth.csv
     OMP_NUM_THREADS=1 python docs/benchmark/speed.py --what images      speed_atari.csv
+    OMP_NUM_THREADS=1 python docs/benchmark/speed.py --what profile     speed_profile.csv
 
 Networks: milliseconds per update at batch 256, 128x128, 8 inputs, 4 actions. The plain baseline is what one writes
 first: a Python loop over nn.Module critics with an optimiser each. d3rlpy is timed if it is there
@@ -13,10 +14,13 @@ learned: a short and a long run, the difference of their processor times. So nei
 Medians over rounds.
 """
 
+import contextlib
 import copy
 import csv
+import io
 import os
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -40,8 +44,9 @@ B, H, D, A = 256, 128, 8, 4
 
 @dataclass
 class Args:
-    what: Literal["networks", "growth", "images"] = "networks"
-    """contenders side by side, growth with critics, minibatch and actions, or ersac_atari.py on images"""
+    what: Literal["networks", "growth", "images", "profile"] = "networks"
+    """contenders side by side, growth with critics, minibatch and actions, ersac_atari.py on images, or where the time
+    of an update goes"""
     rounds: int = 5
     """every contender is timed this often, in turn"""
     updates: int = 30
@@ -49,7 +54,7 @@ class Args:
     transitions: int = 3072
     """images: transitions by which the long run is longer: 96 updates of 32, or 12 of 256"""
     out: str | None = None
-    """CSV to write; None is docs/benchmark/speed.csv, speed_growth.csv or speed_atari.csv"""
+    """CSV to write; None is speed.csv, speed_growth.csv, speed_atari.csv or speed_profile.csv in docs/benchmark"""
 
 
 def store_noise(obs, num_actions, env):
@@ -60,6 +65,16 @@ def store_noise(obs, num_actions, env):
     episode |= {"terminations": np.arange(T) == T - 1, "truncations": np.zeros(T, bool)}
     with warnings.catch_warnings(action="ignore"):
         minari.create_dataset_from_buffers("speed/noise-v0", [EpisodeBuffer(id=0, **episode)], env=env)
+
+
+def store_frames():
+    """The same for images, in Pong's environment."""
+    import ale_py
+
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    gym.register_envs(ale_py)
+    env = gym.make("ALE/Pong-v5", repeat_action_probability=0.0, frameskip=4, max_episode_steps=5)
+    store_noise(np.random.default_rng(1).integers(256, size=(301, 210, 160, 3), dtype=np.uint8), 6, env)
 
 
 def processor_time(script, *flags):
@@ -284,12 +299,7 @@ def growth(args):
 
 def images(args):
     """Updates per second of ersac_atari.py, a row for every algorithm, batch size and number of heads."""
-    import ale_py
-
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    gym.register_envs(ale_py)
-    env = gym.make("ALE/Pong-v5", repeat_action_probability=0.0, frameskip=4, max_episode_steps=5)
-    store_noise(np.random.default_rng(1).integers(256, size=(301, 210, 160, 3), dtype=np.uint8), 6, env)
+    store_frames()
     heads_of = dict.fromkeys(("sac-n", "ersac-ch-n", "ersac-ell-n"), 100) | {"ersac-ell-epi-star": 1}
     heads_of |= dict.fromkeys(("cql", "iql", "brac-bcq"), 2)
     cells = [(algo, batch, heads) for batch in (32, 256) for algo, heads in heads_of.items()]
@@ -310,11 +320,58 @@ def images(args):
     return rows + [[*cell, round(float(np.median(measured)), 3)] for cell, measured in speeds.items()]
 
 
+def profile(args):
+    """Where the time of an update goes, by torch.profiler: a row for every script and kind of operation."""
+    kinds = {  # by the beginning of the operation's name
+        "matrix products and convolutions": ("mm", "bmm", "addmm", "baddbmm", "mkldnn_convolution", "convolution"),
+        "layer norm": ("native_layer_norm",),
+        "Adam": ("_fused_adam", "_foreach"),
+        "Polyak averaging": ("lerp",),
+        "indexing": ("index", "gather", "scatter", "_index_put", "randint"),
+        "ReLU": ("relu", "clamp_min", "threshold"),
+        "factorisation of the ellipsoid": ("linalg", "triangular", "kthvalue"),
+    }
+    paper = ("--targets", "shared", "--prior-scale", 0, "--input-scale", 1, "--num-critics", 100)
+    runs = {
+        "ersac_ensemble.py, Ell_0.9-N, N = 100": ("ersac_ensemble", *paper),
+        "ersac_epinet.py, Ell-Epi*": ("ersac_epinet", *PAPER),
+        "ersac_epinet.py, Ell-Epi*-own": ("ersac_epinet", *OWN),
+        "ersac_atari.py, Ell-Epi*, batch 32": ("ersac_atari", "--clone-updates", 0, "--critic-warmup", 0),
+    }
+    rows = [["run", "kind", "ms_per_update", "share"]]
+    for name, (script, *flags) in runs.items():
+        pixels = script == "ersac_atari"
+        os.environ["MINARI_DATASETS_PATH"] = tempfile.mkdtemp()
+        if pixels:
+            store_frames()
+        else:
+            obs = np.random.default_rng(1).normal(size=(5001, D)).astype(np.float32)
+            store_noise(obs, A, gym.make("LunarLander-v3", max_episode_steps=5))
+        words = ["--dataset-id", "speed/noise-v0", "--no-cuda", "--eval-interval", 10**6, "--eval-episodes", 1]
+        words += ["--output-dir", os.environ["MINARI_DATASETS_PATH"], "--batch-size", 32 if pixels else B]
+        updates = args.updates * (10 if script == "ersac_epinet" else 1)
+        sys.argv = [script, *map(str, (*words, "--total-updates", updates, *flags))]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as measured:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+        times = dict.fromkeys([*kinds, "all other operations"], 0.0)
+        for event in measured.key_averages():
+            operation = event.key.removeprefix("aten::")
+            kind = [k for k, names in kinds.items() if operation.startswith(names)]
+            if event.key.startswith("aten::"):
+                times[kind[0] if kind else "all other operations"] += event.self_cpu_time_total / 1000 / updates
+        for kind, ms in times.items():
+            rows.append([name, kind, f"{ms:.3f}", f"{ms / sum(times.values()):.3f}"])
+            print(*rows[-1], flush=True)
+    return rows
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    measure = {"networks": networks, "growth": growth, "images": images}[args.what]
-    name = {"networks": "speed.csv", "growth": "speed_growth.csv", "images": "speed_atari.csv"}[args.what]
+    measure = {"networks": networks, "growth": growth, "images": images, "profile": profile}[args.what]
+    suffix = {"networks": "", "growth": "_growth", "images": "_atari", "profile": "_profile"}[args.what]
+    name = f"speed{suffix}.csv"
     out = Path(args.out or ROOT / "docs" / "benchmark" / name)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MINARI_DATASETS_PATH"] = folder
