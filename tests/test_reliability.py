@@ -213,14 +213,17 @@ def test_output_folder_that_cannot_be_written(script, run, games, tmp_path):  # 
 
 @pytest.mark.parametrize("script", SMALL)
 def test_two_runs_in_the_same_second(script, run, load, games, monkeypatch):  # noqa: F811
+    """They have folders of their own; in the same millisecond the later one is refused."""
     clock = time.time
-    start = int(clock()) + 0.1
-    monkeypatch.setattr(time, "time", lambda: start + (clock() - start) % 0.4)  # a second that does not end
+    start = int(clock()) + 0.0002
+    monkeypatch.setattr(time, "time", lambda: start + (clock() - start) % 0.0006)  # a millisecond that does not end
     (folder,) = run(script, *SMALL[script], *SHORT).folders
     before = {path: path.read_bytes() for path in folder.iterdir()}
     one_line(run(script, *SMALL[script], *SHORT), "exists", "--exp-name")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert run(script, *SMALL[script], *SHORT, "--exp-name", "other").code == 0
+    monkeypatch.setattr(time, "time", lambda: start + 0.5 + (clock() - start) % 0.0006)
+    assert run(script, *SMALL[script], *SHORT).code == 0
 
 
 # ----- checkpoints
