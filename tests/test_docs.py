@@ -158,7 +158,7 @@ def test_report_of_networks_on_a_small_csv(tmp_path):
     assert cells[4:] == ["`--upsilon 0.5`", "99.0", "25.0", "0.25", "1"]
     half = stats.t.ppf(0.95, 1)  # two seeds, whose standard error is 1
     assert made["gym_upsilon"].splitlines() == [
-        "| υ | Ell-N |",
+        "| υ | ellipsoid of ten critics |",
         "| --- | --- |",
         "| 0.5 | 10 (1) |",
         f"| 0.9 | 2 ± {half:.0f} (2) |",

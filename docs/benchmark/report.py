@@ -378,7 +378,8 @@ def gym_upsilon(rows):
     for value in sorted({r["upsilon"] for r in rows}):
         columns = [per_seed(rows, "normalized_return", upsilon=value, method=m) for m in methods]
         table.append([value, *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
-    return markdown(["υ", *(m.replace("*", "\\*").replace("_0.9", "") for m in methods)], table)
+    names = {"Ell_0.9-N": "ellipsoid of ten critics"}
+    return markdown(["υ", *(names.get(m, m).replace("*", "\\*") for m in methods)], table)
 
 
 def schedule(rows):
@@ -414,7 +415,7 @@ def last_and_best(rows):
                 )
                 line = [interval(x, 1) for x in (last, best, best - last)]
                 table.append([key[0], f"{key[1]:,}", key[2], m.replace("*", "\\*"), *line])
-    header = ["environment", "transitions", "τ", "method", "last policy", "best evaluation", "flattery"]
+    header = ["environment", "transitions", "τ", "method", "last policy", "best evaluation", "best minus last"]
     return markdown(header, table)
 
 
