@@ -171,21 +171,35 @@ def complete(rows, over, **where):
     return per_seed([r for r in chosen if r["seed"] in whole], "normalized_return")
 
 
-def gym_aggregated(rows, paper):
-    """Networks: mean over the risk levels that were run, of the seeds that have all of them; in brackets the paper's
-    mean over its three."""
+def gym_aggregated(rows):
+    """Networks: mean over the risk levels that were run, of the seeds that have all of them."""
     rows, keys = grid_rows(rows)
     methods, table = [m for m in GYM if any(r["method"] == m for r in rows)], []
     for env, size in sorted({key[:2] for key in keys}):
         columns = [complete(rows, "expectile_tau", env_id=env, dataset_size=size, method=m) for m in methods]
         shown = dict(zip([m for m, x in zip(methods, columns) if len(x)], marked([x for x in columns if len(x)])))
-        (theirs,) = [r for r in paper if (r["env_id"], r["dataset_size"], r["expectile_tau"]) == (env, size, "all")]
-        cells = [f"{shown[m]} ({theirs[m]})" if m in theirs else shown[m] for m in shown]
         taus = ", ".join(str(key[2]) for key in keys if key[:2] == (env, size))
-        cells = dict(zip(shown, cells))
-        table.append([env, f"{size:,}", taus, *(cells.get(m, "") for m in methods), theirs["behaviour"]])
-    header = ["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)]
-    return markdown([*header, "behaviour policy, the paper"], table)
+        table.append([env, f"{size:,}", taus, *(shown.get(m, "") for m in methods)])
+    return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)], table)
+
+
+def paper_scale(rows, paper):
+    """LunarLander: the paper's number, and ours on the scale of the authors' repository: 0 is a return of -102, 100 is
+    one of 48."""
+    rows, keys = grid_rows(rows)
+    methods = [m for m in GYM if m in paper[0] and any(r["method"] == m for r in rows)]
+    table = []
+    for env, size, tau in keys:
+        if env != "LunarLander-v3":
+            continue
+        (theirs,) = [r for r in paper if (r["env_id"], r["dataset_size"], r["expectile_tau"]) == (env, size, tau)]
+        line = [f"{size:,}", tau]
+        for method in methods:
+            y = per_seed(rows, "eval_return_mean", env_id=env, dataset_size=size, expectile_tau=tau, method=method)
+            ours = f"{100 * (y.mean() + 102) / 150:.0f}" if len(y) else "–"
+            line.append(f"{theirs[method]} / {ours}")
+        table.append(line)
+    return markdown(["transitions", "τ", *(m.replace("*", "\\*") for m in methods)], table)
 
 
 def gym_by_tau(rows):
@@ -270,9 +284,9 @@ def grid_rows(rows):
     return rows, sorted({cell(r) for r in rows})
 
 
-def gym(rows, methods, paper=()):
-    """Networks: a row for each environment, data size and tau, last policies over the seeds; in
-    brackets the paper's mean. Methods without a run are left out."""
+def gym(rows, methods):
+    """Networks: a row for each environment, data size and tau, last policies over the seeds. Methods without a run are
+    left out."""
     rows, keys = grid_rows(rows)
     methods = [m for m in methods if any(r["method"] == m for r in rows)]
     table = []
@@ -280,9 +294,6 @@ def gym(rows, methods, paper=()):
         where = dict(zip(("env_id", "dataset_size", "expectile_tau"), key))
         columns = {m: per_seed(rows, "normalized_return", method=m, **where) for m in methods}
         shown = dict(zip([m for m in methods if len(columns[m])], marked([x for x in columns.values() if len(x)], 1)))
-        for theirs in paper:
-            if all(theirs[k] == v for k, v in where.items()):
-                shown = {m: f"{cell} ({theirs[m]})" if m in theirs else cell for m, cell in shown.items()}
         seeds = sorted({len(x) for x in columns.values() if len(x)})
         table.append([key[0], f"{key[1]:,}", key[2], *(shown.get(m, "") for m in methods), "/".join(map(str, seeds))])
     return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods), "seeds"], table)
@@ -675,11 +686,12 @@ def tables(folder):
     if networks:
         made["gym_ensemble"] = gym(networks, ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "BC"))
         made["gym_epinet"] = gym(networks, ("Ell-Epi*", "Ell-Epi", "Ell_0.9-N", "SAC-N", "BC"))
-        made["gym_detailed"] = gym(networks, GYM, load(DOCS / "benchmark" / "paper_gym.csv"))
+        made["gym_detailed"] = gym(networks, GYM)
+        made["gym_paper_scale"] = paper_scale(networks, load(DOCS / "benchmark" / "paper_gym.csv"))
         pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N"), ("Ell-Epi*", "Ell-Epi")]
         made["gym_differences"] = paired(networks, pairs)
         made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in PAPERS])
-        made["gym_aggregated"] = gym_aggregated(networks, load(DOCS / "benchmark" / "paper_gym.csv"))
+        made["gym_aggregated"] = gym_aggregated(networks)
         made["gym_missing"] = gym_missing(networks)
         made["gym_by_tau"], made["gym_slices"] = gym_by_tau(networks), slices(networks)
         made["gym_schedule"] = schedule(networks)
