@@ -441,22 +441,6 @@ def mixed(rows):
     return markdown(["data set", *(m.replace("*", "\\*") for m in methods)], table)
 
 
-def front(rows):
-    """The README's few lines: LunarLander by the size of the data, mean over the risk levels that were run, and on
-    data of mixed quality; in brackets the number of seeds that have all of it."""
-    methods = ("BC", "SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")
-    grid, _ = grid_rows(rows)
-    grid = [r for r in grid if r["env_id"] == "LunarLander-v3" and r["expectile_tau"] in (0.5, 0.9)]
-    table = []
-    for size in (1000, 10_000, 100_000):
-        columns = [complete(grid, "expectile_tau", dataset_size=size, method=m) for m in methods]
-        table.append([f"{size:,}, near-expert", *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
-    mixed = [r for r in rows if r["dataset_id"].endswith("tau50-early50-100k-v0") and r["flags"] == grid_flags(r)]
-    columns = [per_seed(mixed, "normalized_return", method=m) for m in methods]
-    table.append(["100,000, of mixed quality", *(f"{interval(x)} ({len(x)})" if len(x) else "" for x in columns)])
-    return markdown(["data", *(m.replace("*", "\\*") for m in methods)], table)
-
-
 def gym_tuning(rows):
     """Every setting tried before the defaults were fixed, as it was run."""
     table = []
@@ -699,11 +683,10 @@ def tables(folder):
             made["gym_upsilon"] = gym_upsilon(networks)
         made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
         if any(r["dataset_size"] == "" for r in networks):
-            made["gym_mixed"], made["gym_front"] = mixed(networks), front(networks)
+            made["gym_mixed"] = mixed(networks)
     if grid := load(folder / "grid.csv"):
         made["grid_networks"] = grid_networks(grid)
         made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
-        made["grid_ensemble"] = grid_against(grid, "Ell_0.9-N-own")
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
     learned, fixed = load(folder / "tabular_calibration.csv"), load(folder / "calibration.csv")
