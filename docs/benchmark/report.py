@@ -583,10 +583,23 @@ def grid_networks(rows):
         line = [cell[0], cell[1], cell[2]]
         for method in methods:
             y = per_seed([r for r in rows if grid_cell(r) == cell], "normalized_return", method=method)
-            line.append(f"{interval(y)} ({len(y)})" if len(y) else "")
+            line.append(f"{interval(y)} ({len(y)})" if len(y) else "not run")
         lines.append(line)
     header = ["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)]
     return markdown(header, lines)
+
+
+def grid_front(rows):
+    """The front page: LunarLander, neutral data, own targets against the paper's form and cloning."""
+    names = {"Ell-Epi*-own": "Epinet, own targets", "Ell-Epi*": "Epinet, the paper's form"}
+    names |= {"BC": "cloning", "BC-top": "cloning the better half"}
+    rows = [r for r in rows if not r["flags"] and grid_cell(r)[0] == "LunarLander-v3" and grid_cell(r)[2] == 0.5]
+    lines = []
+    for cell in grid_cells(rows):
+        here = [r for r in rows if grid_cell(r) == cell]
+        columns = [per_seed(here, "normalized_return", method=m) for m in names]
+        lines.append([cell[1], *(interval(y) if len(y) else "not run" for y in columns)])
+    return markdown(["transitions", *names.values()], lines)
 
 
 def grid_against(rows, method):
@@ -686,6 +699,7 @@ def tables(folder):
             made["gym_mixed"] = mixed(networks)
     if grid := load(folder / "grid.csv"):
         made["grid_networks"] = grid_networks(grid)
+        made["grid_front"] = grid_front(grid)
         made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
