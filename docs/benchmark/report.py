@@ -602,6 +602,20 @@ def grid_front(rows):
     return markdown(["transitions", *names.values()], lines)
 
 
+def grid_ablation(rows):
+    """10,000 neutral transitions: the default of the Epinet with one part taken away, on the seeds that have it."""
+    here = [r for r in rows if grid_cell(r) == ("LunarLander-v3", "10,000", 0.5)]
+    own = {r["seed"]: r["normalized_return"] for r in here if r["method"] == "Ell-Epi*-own" and not r["flags"]}
+    lines = []
+    for flags in dict.fromkeys(r["flags"] for r in here if r["method"] == "Ell-Epi*-own" and r["flags"]):
+        score = {r["seed"]: r["normalized_return"] for r in here if r["flags"] == flags}
+        seeds = sorted(score)
+        y = np.array([score[s] for s in seeds])
+        loss = np.array([score[s] - own[s] for s in seeds])
+        lines.append([f"`{flags}`", interval(y), interval(loss), len(seeds)])
+    return markdown(["changed", "normalised return", "minus the default, paired", "seeds"], lines)
+
+
 def grid_against(rows, method):
     """The method minus the better of the peers, seed by seed on the same data; and its lowest seed."""
     rows = [r for r in rows if not r["flags"]]
@@ -700,6 +714,8 @@ def tables(folder):
     if grid := load(folder / "grid.csv"):
         made["grid_networks"] = grid_networks(grid)
         made["grid_front"] = grid_front(grid)
+        if any(r["flags"] for r in grid):
+            made["grid_ablation"] = grid_ablation(grid)
         made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
