@@ -1,8 +1,9 @@
 # docs: docs/ersac_ensemble.md
 """ERSAC with N critics: Algorithms 1 to 3 of "Epistemic Robust Offline Reinforcement Learning".
 
-N critics learn offline; every state gets an uncertainty set over its Q-vector (box = SAC-N, convex
-hull, ellipsoid), and critics and actor learn from the worst case in that set. One run:
+N critics learn offline; every state gets an uncertainty set over its Q-vector (box, convex hull,
+ellipsoid). The actor learns from the worst case in that set; every critic bootstraps from itself,
+or (the paper; with the box this is SAC-N) all from that worst case. One run:
 
     python ersac_ensemble.py --env-id LunarLander-v3 --uncertainty-set ellipsoid --upsilon 0.9
 """

@@ -2,8 +2,8 @@
 """ERSAC with one Epinet: Algorithm 4 of "Epistemic Robust Offline Reinforcement Learning".
 
 One critic network carries a mean and, through an epistemic index z, its own uncertainty; the
-ellipsoid over Q-vectors comes from them without an ensemble. Critic and actor learn offline from
-the worst case in that set. One run:
+ellipsoid over Q-vectors comes from them without an ensemble. The actor learns offline from the
+worst case in that set; every z bootstraps from itself, or (the paper) all from that worst case:
 
     python ersac_epinet.py --env-id LunarLander-v3 --upsilon 0.9
 """
@@ -89,9 +89,9 @@ class Args:
     head_input: Literal["obs", "features"] = "obs"
     """what the stochastic heads read: the observation, or the features of the mean (the paper's form)"""
     input_scale: float = 3.0
-    """factor on the observation with --head-input obs: how fast the prior varies between states"""
+    """factor on the observation with --head-input obs: how fast the prior varies, and how large it is"""
     prior_scale: float = 3.0
-    """size of the frozen prior head, the uncertainty where there are no data (paper's form: 0.3)"""
+    """factor on the frozen prior head, the uncertainty where there are no data (paper's form: 0.3)"""
     noise_scale: float = 0.1
     """size of the noise that every transition adds to its target along c, its fixed random direction"""
     lambda_mu: float = 0.0
@@ -497,7 +497,7 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
+    # a W&B sweep writes --layer-norm=False, tyro reads --no-layer-norm
     words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
     args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
     checkpoint = None
