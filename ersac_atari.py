@@ -714,10 +714,10 @@ if __name__ == "__main__":
         for step in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
             left = 1 - step / args.clone_updates
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
-            index = torch.randint(size, (args.batch_size,), generator=generator)
-            logits = actor(stack(frames, frame[index], first[index]).to(device))  # [B, A]
+            batch = torch.randint(size, (args.batch_size,), generator=generator)
+            logits = actor(stack(frames, frame[batch], first[batch]).to(device))  # [B, A]
             policy_optimizer.zero_grad()
-            F.cross_entropy(logits, action[index].to(device)).backward()
+            F.cross_entropy(logits, action[batch].to(device)).backward()
             policy_optimizer.step()
         policy_optimizer = torch.optim.Adam(actor.parameters(), args.policy_lr, fused=True)
         parts["policy_optimizer"] = policy_optimizer
@@ -733,11 +733,11 @@ if __name__ == "__main__":
             left = 1 - (update - 1) / args.total_updates
             q_optimizer.param_groups[0]["lr"] = args.q_lr * left
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
-        index = torch.randint(size, (args.batch_size,), generator=generator)
-        s = stack(frames, frame[index], first[index]).to(device)  # [B, 4, 84, 84]
-        s_next = stack(frames, (frame + steps)[index], first[index]).to(device)
-        a, r = action[index].to(device), reward[index].to(device)  # [B]
-        ended, gamma_n = terminated[index].to(device), discount[index].to(device)  # [B]
+        batch = torch.randint(size, (args.batch_size,), generator=generator)
+        s = stack(frames, frame[batch], first[batch]).to(device)  # [B, 4, 84, 84]
+        s_next = stack(frames, (frame + steps)[batch], first[batch]).to(device)
+        a, r = action[batch].to(device), reward[batch].to(device)  # [B]
+        ended, gamma_n = terminated[batch].to(device), discount[batch].to(device)  # [B]
 
         # compute target
         with torch.no_grad():
@@ -758,7 +758,7 @@ if __name__ == "__main__":
         output = critic.heads(psi)  # [N, B, A], or mu [B, A] and sigma_bar [B, A, d_z]
         if star:
             mu, sigma_bar = output
-            losses = epinet_loss(mu, sigma_bar, a, y, c[index], args.noise_scale)  # [B]
+            losses = epinet_loss(mu, sigma_bar, a, y, c[batch], args.noise_scale)  # [B]
         else:
             losses = critic_loss(output, a, y)  # [N, B]
         extra = torch.zeros((), device=device)
@@ -813,7 +813,7 @@ if __name__ == "__main__":
                     mu = output.mean(0)
                     std = output.std(0, correction=0)
                 taken = F.one_hot(a, A).bool()  # [B, A]
-                followed = returns[index].to(device)  # [B]
+                followed = returns[batch].to(device)  # [B]
                 row = {
                     "losses/critic_loss": losses.mean(),
                     "losses/extra": extra,

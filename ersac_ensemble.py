@@ -619,13 +619,13 @@ if __name__ == "__main__":
             left = 1 - (update - 1) / args.total_updates
             q_optimizer.param_groups[0]["lr"] = args.q_lr * left
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
-        index = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
-        s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
-        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; truncated steps do not end
+        batch = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
+        s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
+        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
         if args.prior_scale > 0:
-            prior_q = all_prior_q[index].transpose(0, 1)  # [N, B, A]
-            prior_q_next = all_prior_q_next[index].transpose(0, 1)  # [N, B, A]
+            prior_q = all_prior_q[batch].transpose(0, 1)  # [N, B, A]
+            prior_q_next = all_prior_q_next[batch].transpose(0, 1)  # [N, B, A]
 
         # compute target: the paper's worst case over the target critics' set, or every critic its own
         with torch.no_grad():
@@ -639,7 +639,7 @@ if __name__ == "__main__":
         # critic update: mean over the batch, sum over the critics
         q = q_values(critic, s, prior_q)  # [N, B, A]
         losses = critic_loss(q, a, y)  # [N, B]
-        q_loss = (losses * weights[:, index] if args.bootstrap else losses).mean(1).sum()
+        q_loss = (losses * weights[:, batch] if args.bootstrap else losses).mean(1).sum()
         if args.edac_eta > 0:
             q_loss = q_loss + args.num_critics * args.edac_eta * ensemble_similarity(q, a).mean()
         q_optimizer.zero_grad()
@@ -682,8 +682,8 @@ if __name__ == "__main__":
                     "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
                     "charts/q_data_actions": mu[taken].mean(),
-                    "charts/q_minus_return": (mu[taken] - returns[index]).nanmean(),  # where known
-                    "charts/q_star_minus_return": (q_star[taken] - returns[index]).nanmean(),
+                    "charts/q_minus_return": (mu[taken] - returns[batch]).nanmean(),  # where known
+                    "charts/q_star_minus_return": (q_star[taken] - returns[batch]).nanmean(),
                     "charts/std_data_actions": std[taken].mean(),
                     "charts/std_other_actions": std[~taken].mean(),
                     "charts/radius": ellipsoid_radius(d, args.upsilon).mean(),

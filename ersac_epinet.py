@@ -665,12 +665,12 @@ if __name__ == "__main__":
             for group in q_optimizer.param_groups:
                 group["lr"] = args.q_lr * left
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
-        index = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
-        s, a, r = obs[index], action[index], reward[index]  # [B, D], [B], [B]
-        s_next, ended = next_obs[index], terminated[index]  # [B, D], [B]; truncated steps do not end
+        batch = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
+        s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
+        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
         if args.head_input == "obs" and args.head == "linear":
-            prior, prior_next = all_prior[index], all_prior_next[index]  # [B, A d_z]
+            prior, prior_next = all_prior[batch], all_prior_next[batch]  # [B, A d_z]
         z = None
         if not star:
             z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
@@ -692,10 +692,10 @@ if __name__ == "__main__":
         # critic update: the expectation over z in closed form, or over the samples
         if star:
             mu, sigma_bar = critic(s, prior)  # [B, A], [B, A, d_z]
-            q_loss = epinet_loss(mu, sigma_bar, a, y, c[index], args.noise_scale, spread).mean()
+            q_loss = epinet_loss(mu, sigma_bar, a, y, c[batch], args.noise_scale, spread).mean()
         else:
             q = critic.sample(s, z, prior)[:, torch.arange(len(a), device=device), a]  # [N, B]
-            noise = args.noise_scale * (z @ c[index].T)  # noise_scale <c, z>, [N, B]
+            noise = args.noise_scale * (z @ c[batch].T)  # noise_scale <c, z>, [N, B]
             q_loss = (q - y - noise).square().mean()
         q_optimizer.zero_grad()
         q_loss.backward()
@@ -738,8 +738,8 @@ if __name__ == "__main__":
                     "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
                     "charts/q_data_actions": mu[taken].mean(),
-                    "charts/q_minus_return": (mu[taken] - returns[index]).nanmean(),  # where known
-                    "charts/q_star_minus_return": (q_star[taken] - returns[index]).nanmean(),
+                    "charts/q_minus_return": (mu[taken] - returns[batch]).nanmean(),  # where known
+                    "charts/q_star_minus_return": (q_star[taken] - returns[batch]).nanmean(),
                     "charts/std_data_actions": q.std(0)[taken].mean(),
                     "charts/std_other_actions": q.std(0)[~taken].mean(),
                 }

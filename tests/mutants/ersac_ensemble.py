@@ -45,7 +45,7 @@ FAULTS = [
     ('            if args.targets == "shared":\n', "            if False:\n", "shared targets are own"),
     ("robust_target(r, ended,", "robust_target(r, 0 * ended,", "terminations are ignored"),
     ("q_next, alpha, args.gamma)", "q_next, alpha, 0.99)", "--gamma has no effect on the targets"),
-    ("losses * weights[:, index]", "losses * weights[:, : len(index)]", "bootstrap weights of the first transitions"),
+    ("losses * weights[:, batch]", "losses * weights[:, : len(index)]", "bootstrap weights of the first transitions"),
     (
         "            q = q_values(critic, s, prior_q)  # [N, B, A]\n            q_star",
         "            q = q.detach()  # [N, B, A]\n            q_star",
@@ -64,7 +64,7 @@ FAULTS = [
     ("        policy_optimizer.step()\n", "", "the actor is never stepped"),
     ("p_target.lerp_(p, args.polyak)", "p.lerp_(p_target, args.polyak)", "the critics follow their targets"),
     ("p_target.lerp_(p, args.polyak)", "pass", "the target critics are never updated"),
-    ("(q_star[taken] - returns[index])", "(mu[taken] - returns[index])", "q_star_minus_return from the mean"),
+    ("(q_star[taken] - returns[batch])", "(mu[taken] - returns[batch])", "q_star_minus_return from the mean"),
     ("10**6 * (args.seed + 1) + 10**5", "10**6 * (args.seed + 1)", "the final episodes are those in between"),
     ("int(dataset.spec.action_space.n)", "int(action.max()) + 1", "actions that no transition took do not exist"),
     (

@@ -79,7 +79,7 @@ FAULTS = [
     ("gamma * (1 - terminated)[:, None] * torch", "gamma * torch", "spread beyond a termination"),
     ("robust_target(r, ended,", "robust_target(r, 0 * ended,", "terminations are ignored"),
     ("q_next, alpha, args.gamma)", "q_next, alpha, 0.99)", "--gamma has no effect on the targets"),
-    ("a, y, c[index], args.noise_scale", "a, y, c[: len(index)], args.noise_scale", "directions of other transitions"),
+    ("a, y, c[batch], args.noise_scale", "a, y, c[: len(index)], args.noise_scale", "directions of other transitions"),
     ("q_loss = (q - y - noise)", "q_loss = (q - y)", "sampled: the noise is left out"),
     (
         "q_star = worst_case(critic, s, pi, z, prior)",
@@ -108,7 +108,7 @@ FAULTS = [
     ("        policy_optimizer.step()\n", "", "the actor is never stepped"),
     ("p_target.lerp_(p, args.polyak)", "p.lerp_(p_target, args.polyak)", "the critic follows its target"),
     ("p_target.lerp_(p, args.polyak)", "pass", "the target critic is never updated"),
-    ("(q_star[taken] - returns[index])", "(mu[taken] - returns[index])", "q_star_minus_return from the mean"),
+    ("(q_star[taken] - returns[batch])", "(mu[taken] - returns[batch])", "q_star_minus_return from the mean"),
     ("10**6 * (args.seed + 1) + 10**5", "10**6 * (args.seed + 1)", "the final episodes are those in between"),
     ("int(dataset.spec.action_space.n)", "int(action.max()) + 1", "actions that no transition took do not exist"),
     (
