@@ -350,7 +350,9 @@ def gym(args):
     axes[2].set_xticklabels(METHODS, rotation=60, fontsize=8)
     for label, (colour, _) in zip(axes[2].get_xticklabels(), METHODS.values()):  # they are the legend of all panels
         label.set_color(colour)
-    axes[0].set_ylabel("normalised return, last policy")
+    axes[0].set_ylabel("normalised return, last policy\n(0: random play, 100: behaviour policy)", fontsize=8.5)
+    handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in METHODS.values()]
+    fig.legend(handles, METHODS, loc="outside lower center", ncols=len(METHODS), fontsize=8)
     for ax in axes:
         ax.axhline(100, color=GREY, lw=0.8, ls=":")
         ax.axhline(0, color=GREY, lw=0.8, ls=":")

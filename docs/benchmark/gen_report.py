@@ -217,7 +217,7 @@ def picture(tables):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 5, figsize=(8, 4.4), layout="constrained")
+    figure, axes = plt.subplots(2, 5, figsize=(9, 4.4), layout="constrained")
     for row, env_id in zip(axes, ENVS):
         mean = {
             tau: np.mean([t.sum(0) / t.sum() for key, t in tables.items() if (key[0], key[2]) == (env_id, tau)], 0)
@@ -236,11 +236,14 @@ def picture(tables):
                 else dict(cmap="viridis", vmin=0, vmax=top)
             )
             image = axis.imshow(panel.T, origin="lower", aspect="auto", extent=extent, **limits)
+            if axis in (row[2], row[4]):
+                bar = figure.colorbar(image, ax=axis)
+                bar.set_label("difference of shares" if "minus" in title else "share of the time", fontsize=7)
+                bar.ax.tick_params(labelsize=7)
             axis.set_title(f"{env_id.split('-')[0]}\n{title}", fontsize=8.5)
             axis.set_xlabel(AXES[env_id][0], fontsize=8)
             axis.tick_params(labelsize=7)
         row[0].set_ylabel(AXES[env_id][1], fontsize=8)
-        figure.colorbar(image, ax=row[-1]).ax.tick_params(labelsize=7)
     (ROOT / "docs/figures").mkdir(exist_ok=True)
     figure.savefig(ROOT / "docs/figures/gen_visitation.png", dpi=160, metadata={"Software": None})
 
