@@ -487,7 +487,7 @@ def calibration(args):
         axes[1, column].set_xlabel("υ")
     axes[0, 0].set(ylabel="share of states: set holds Q", ylim=(-0.05, 1.05))
     axes[1, 0].set_ylabel("share of states: ⟨π, q*⟩ ≤ value")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5)
+    fig.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5)
     fig.savefig(f"{args.out}/calibration.png")
 
 
