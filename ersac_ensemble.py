@@ -752,7 +752,7 @@ if __name__ == "__main__":
         scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
         print(f"normalized return {normalized:.1f} ({scale})")
     gap = rows[-1]["charts/q_star_minus_return"]
-    if args.return_scale and gap > 1.5 * args.return_scale:  # no good run in docs/benchmark is so far above
+    if args.return_scale and gap > 1.5 * args.return_scale:  # no good run of ours is so far above
         print(f"warning: even the worst case is far above the returns (q_star_minus_return {gap:.1f}):")
         print("the critic is optimistic on its own data, and the policy is likely to be poor.")
     print(f"run folder: {folder}")

@@ -87,13 +87,13 @@ class Args:
     head: Literal["linear", "mlp"] = "linear"
     """stochastic head: linear in z (the paper's), or an MLP that reads z too (ell-epi only)"""
     head_input: Literal["obs", "features"] = "obs"
-    """what the stochastic heads read: the observation, or the features of the mean (the paper's form)"""
+    """what the stochastic heads read: the observation, or (the paper) the features of the mean"""
     input_scale: float = 3.0
-    """factor on the observation with --head-input obs: how fast the prior varies, and how large it is"""
+    """factor on the observation that the heads read: how fast the prior varies, and its size"""
     prior_scale: float = 3.0
-    """factor on the frozen prior head, the uncertainty where there are no data (paper's form: 0.3)"""
+    """factor on the frozen prior head: the uncertainty where there are no data"""
     noise_scale: float = 0.1
-    """size of the noise that every transition adds to its target along c, its fixed random direction"""
+    """size of the noise that a transition adds to its target along its fixed direction c"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
     lambda_sigma: float = 0.0
@@ -339,11 +339,11 @@ class EpinetCritic(nn.Module):
             sizes[0] += index_dim
         self.learnable = self.make_head(sizes)
         self.prior = self.make_head(sizes).requires_grad_(False)
-        if head_input == "obs":  # He's weights and random biases: the prior is as large as its input
+        if head_input == "obs":  # He's weights, random biases: as large as its input
             for layer in self.prior[::2]:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
                 nn.init.normal_(layer.bias, std=0.3)
-            self.prior[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))  # without He's 2, whatever d_z is
+            self.prior[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))  # the same size for every d_z
             self.prior[-1].bias.zero_()
 
     def make_head(self, sizes):
@@ -559,7 +559,7 @@ if __name__ == "__main__":
         reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
     reward = reward * reward_scale
     returns = returns * reward_scale
-    # a fixed direction per transition; a resumed run draws the same ones, first of all from the seed
+    # a fixed direction per transition, drawn first of all, so that a resumed run has the same ones
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor, entropy coefficient
@@ -649,7 +649,7 @@ if __name__ == "__main__":
             track.log(row, step=row["update"])
     env = make_eval_env(dataset)
 
-    # a prior that reads observations is computed once for the data's own states: no update runs it
+    # a frozen prior that reads observations, the same in both critics: once for the data's states
     prior = prior_next = None
     if args.head_input == "obs" and args.head == "linear":
         all_prior = torch.cat([critic.prior(args.input_scale * x) for x in obs.split(1000)])
@@ -672,10 +672,10 @@ if __name__ == "__main__":
         if args.head_input == "obs" and args.head == "linear":
             prior, prior_next = all_prior[batch], all_prior_next[batch]  # [B, A d_z]
         z = None
-        if not star:
+        if not star:  # the same z in target, loss and actor
             z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
 
-        # compute target: the paper's worst case over the target critic's set, or every index its own
+        # compute target: every index its own, or the worst case over the target critic's set
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             pi = log_pi.exp()
@@ -807,7 +807,7 @@ if __name__ == "__main__":
         scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
         print(f"normalized return {normalized:.1f} ({scale})")
     gap = rows[-1]["charts/q_star_minus_return"]
-    if args.return_scale and gap > 1.5 * args.return_scale:  # no good run in docs/benchmark is so far above
+    if args.return_scale and gap > 1.5 * args.return_scale:  # no good run of ours is so far above
         print(f"warning: even the worst case is far above the returns (q_star_minus_return {gap:.1f}):")
         print("the critic is optimistic on its own data, and the policy is likely to be poor.")
     print(f"run folder: {folder}")
