@@ -43,6 +43,8 @@ class Args:
     """ask torch for deterministic algorithms"""
     cuda: bool = True
     """use a GPU if there is one; on a CPU one thread is used"""
+    compile: bool = False
+    """compile the networks; takes half a minute and gains little on a CPU"""
     output_dir: str = "runs"
     """folder that receives the run folder"""
     track: bool = False
@@ -318,6 +320,7 @@ class EnsembleCritic(nn.Module):
         for w1, w2, w3, b1, b2, b3 in zip(*layers):  # n critics at a time
             h = self.activate(torch.baddbmm(b1, obs.expand(len(w1), -1, -1), w1))  # [n, B, H]
             h = self.activate(torch.baddbmm(b2, h, w2))  # [n, B, H]
+            w3 = w3.mT.contiguous().mT  # the thin product is four times as fast with A in front
             q.append(torch.baddbmm(b3, h, w3))  # [n, B, A]
         return torch.cat(q)  # [N, B, A]
 
@@ -541,6 +544,11 @@ if __name__ == "__main__":
         if args.uncertainty_set == "hull":
             return worst_case_hull(q, pi)
         return worst_case_ellipsoid(q, pi, args.upsilon)
+
+    if args.compile:
+        critic.compile()
+        target_critic.compile()
+        actor.compile()
 
     # ----- run folder: new, or as the checkpoint left it
     names = {"box": "SAC-N", "hull": "ERSAC-CH-N", "ellipsoid": "ERSAC-Ell-N"}

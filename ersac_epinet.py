@@ -44,6 +44,8 @@ class Args:
     """ask torch for deterministic algorithms"""
     cuda: bool = True
     """use a GPU if there is one; on a CPU one thread is used"""
+    compile: bool = False
+    """compile the networks; takes half a minute and gains little on a CPU"""
     output_dir: str = "runs"
     """folder that receives the run folder"""
     track: bool = False
@@ -423,10 +425,10 @@ def worst_case_ellipsoid(q, pi, upsilon):
 def worst_case_gaussian(mu, sigma_bar, pi, radius):
     """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
     q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
-    v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
+    v = (sigma_bar * pi[..., None]).sum(1).double()  # sigma_bar' pi, [B, d_z]
     norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
     v = v / norm.clamp(min=torch.finfo(v.dtype).tiny)
-    return mu - radius * torch.einsum("bad,bd->ba", sigma_bar, v.to(mu.dtype))
+    return mu - radius * (sigma_bar * v[:, None].to(mu.dtype)).sum(-1)
 
 
 def worst_case_gaussian_box(mu, sigma_bar, pi, radius):
@@ -461,7 +463,7 @@ def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
 
 def propagated_spread(terminated, pi, sigma_bar, gamma):
     """What the next state's spread adds to an index's own target: y(z) = y + <spread, z>. [B, d_z]"""
-    return gamma * (1 - terminated)[:, None] * torch.einsum("ba,bad->bd", pi, sigma_bar)
+    return gamma * (1 - terminated)[:, None] * (sigma_bar * pi[..., None]).sum(1)
 
 
 def actor_loss(pi, log_pi, q_star, alpha):
@@ -586,6 +588,11 @@ if __name__ == "__main__":
         if args.uncertainty_set == "box":
             return worst_case_gaussian_box(mu, sigma_bar, pi, radius)
         return worst_case_gaussian(mu, sigma_bar, pi, radius)
+
+    if args.compile:
+        critic.compile()
+        target_critic.compile()
+        actor.compile()
 
     # ----- run folder: new, or as the checkpoint left it
     method = "ERSAC-Box-Epi*" if args.uncertainty_set == "box" else "ERSAC-Ell-Epi*"

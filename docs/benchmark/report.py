@@ -491,13 +491,29 @@ def charges(rows):
     return markdown(["actions", "policy", "ρ", "N", *names.values()], table)
 
 
-def speed(rows):
-    """Milliseconds per update, and how that compares with SAC-N (box) at the same N; the Epinet's with N = 100."""
+def speed(rows, epinet):
+    """Milliseconds per update, all rounds' range, and the ratio to SAC-N (box, no layer norm) at the same N; for the
+    Epinet, to SAC-N with N = 100. One page has the ensembles and their peers, one the Epinet."""
     table = []
     for r in rows:
-        N = r["num_critics"] if r["num_critics"] > 1 else ""
-        table.append([r["contender"], N, f"{r['ms_per_update']:.1f}", f"{r['ratio_to_box']:.3g}"])
-    return markdown(["what", "N", "ms per update", "relative to box"], table)
+        closed = r["num_critics"] == 1
+        sac_n = r["contender"] == "ersac_ensemble.py box" and r["num_critics"] == 100
+        if epinet != ("epinet" in r["contender"]) and not (epinet and sac_n):
+            continue
+        scatter = f"{r['lowest']:.1f} to {r['highest']:.1f}"
+        N = "" if closed else r["num_critics"]
+        table.append([r["contender"], N, f"{r['ms_per_update']:.1f}", scatter, f"{r['ratio_to_box']:.3g}"])
+    return markdown(["what", "N", "ms per update", "lowest to highest", "relative to box"], table)
+
+
+def speed_profile(rows):
+    """Where the time of an update goes: milliseconds, a column for every run."""
+    runs = list(dict.fromkeys(r["run"] for r in rows))
+    at = {(r["run"], r["kind"]): r["ms_per_update"] for r in rows}
+    table = []
+    for kind in dict.fromkeys(r["kind"] for r in rows):
+        table.append([kind, *(f"{at[run, kind]:.2f}" for run in runs)])
+    return markdown(["milliseconds per update", *(run.replace("*", "\\*") for run in runs)], table)
 
 
 def soak(rows, parts):
@@ -731,7 +747,12 @@ def tables(folder):
     if watched := load(folder / "soak_ensemble.csv"):
         made["soak_ensemble"] = soak(watched, 3)
     if timed:
-        made["speed"], made["speed_paper"] = speed(timed), runtime(timed)
+        made["speed"] = speed(timed, epinet=False)
+        made["speed_epinet"] = speed(timed, epinet=True)
+        made["speed_paper"] = runtime(timed)
+    profiled = load(folder / "speed_profile.csv")
+    if profiled:
+        made["speed_profile"] = speed_profile(profiled)
     methods = {"sac-n": "SAC-N", "ersac-ch-n": "ERSAC-CH-N", "ersac-ell-n": "ERSAC-Ell-N"}
     methods |= {"ersac-ell-epi-star": "ERSAC-Ell-Epi*", "cql": "CQL", "iql": "IQL", "brac-bcq": "BRAC-BCQ"}
     pong, atari_timed = load(folder / "atari_pong.csv"), load(folder / "speed_atari.csv")

@@ -10,8 +10,7 @@ first: a Python loop over nn.Module critics with an optimiser each. d3rlpy is ti
 (requirements-speed.txt). The floor is the matrix products of an update and nothing else. Growth: the same against
 critics, minibatch and actions. Images: updates per second of the seven algorithms at batch 32 and 256, and 100 heads
 against one. Ours is the script itself, started as a user would on noise, because speed does not depend on what is
-learned: a short and a long run, the difference of their processor times. So neither the start nor other programs count.
-Medians over rounds.
+learned, by the processor time of the updates alone. Medians over rounds.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import copy
 import csv
 import io
 import os
-import resource
 import runpy
 import subprocess
 import sys
@@ -52,7 +50,7 @@ class Args:
     updates: int = 30
     """updates per round, after as many for warming up; cheap contenders do ten times as many"""
     transitions: int = 3072
-    """images: transitions by which the long run is longer: 96 updates of 32, or 12 of 256"""
+    """images: transitions per round: 96 updates of 32, or 12 of 256"""
     out: str | None = None
     """CSV to write; None is speed.csv, speed_growth.csv, speed_atari.csv or speed_profile.csv in docs/benchmark"""
 
@@ -77,27 +75,29 @@ def store_frames():
     store_noise(np.random.default_rng(1).integers(256, size=(301, 210, 160, 3), dtype=np.uint8), 6, env)
 
 
-def processor_time(script, *flags):
-    """Seconds that one run of a script takes, from start to end, on one thread."""
+# the scripts measure updates per second by time.time; here it counts processor time
+CLOCK = "import sys, time, runpy; time.time = time.process_time; sys.argv = sys.argv[1:]"
+CLOCK += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def milliseconds(script, updates, *flags):
+    """Run a script for twice as many updates: processor time per update of the second half, on one thread."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, ROOT / script, "--dataset-id", "speed/noise-v0", "--no-cuda"]
-        command += ["--output-dir", folder, "--eval-interval", 10**6, "--eval-episodes", 1, *flags]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-c", CLOCK, ROOT / script, "--dataset-id", "speed/noise-v0", "--no-cuda"]
+        command += ["--output-dir", folder, "--eval-interval", updates, "--eval-episodes", 1, *flags]
+        command += ["--total-updates", 2 * updates]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(list(map(str, command)), check=True, capture_output=True, env=environment)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        (path,) = Path(folder).glob("*/metrics.csv")
+        first, second = csv.DictReader(path.read_text().splitlines())
+        return 1000 / float(second["charts/updates_per_second"])
 
 
 def ours(script, *flags, more=1):
-    """A run of a script with n updates and one with 2 n: milliseconds per update."""
+    """Milliseconds per update of one of our scripts."""
 
     def measure(args):
-        n = more * args.updates
-        flags_of_run = ("--batch-size", B, *flags, "--total-updates")  # the last --batch-size counts
-        short = processor_time(script, *flags_of_run, n)
-        long = processor_time(script, *flags_of_run, 2 * n)
-        return 1000 * (long - short) / n
+        return milliseconds(script, more * args.updates, "--batch-size", B, *flags)  # the last one counts
 
     return measure
 
@@ -110,7 +110,8 @@ def floor(N, block=10):
         x = torch.randn(block, B, D)
         h = torch.randn(block, B, H)
         q = torch.randn(block, B, A)
-        w1, w2, w3 = torch.randn(block, D, H), torch.randn(block, H, H), torch.randn(block, H, A)
+        w1, w2 = torch.randn(block, D, H), torch.randn(block, H, H)
+        w3 = torch.randn(block, A, H).mT  # stored so that its thin product is fast
 
         def forward():
             torch.bmm(x, w1)
@@ -245,6 +246,13 @@ def networks(args):
     contenders["ersac_epinet.py ell-epi-star", 1] = ours("ersac_epinet.py", *PAPER, "--no-layer-norm", more=20)
     contenders["ersac_epinet.py ell-epi-star, layer norm", 1] = ours("ersac_epinet.py", *PAPER, more=20)
     contenders["ersac_epinet.py ell-epi-star, own, layer norm", 1] = ours("ersac_epinet.py", *OWN, more=20)
+    paper = ("--num-critics", 100, "--targets", "shared", "--prior-scale", 0, "--input-scale", 1, "--compile")
+    contenders["ersac_ensemble.py box, layer norm, compiled", 100] = ours(
+        "ersac_ensemble.py", *paper, "--uncertainty-set", "box"
+    )
+    contenders["ersac_epinet.py ell-epi-star, own, layer norm, compiled", 1] = ours(
+        "ersac_epinet.py", *OWN, "--compile", more=20
+    )
     flags = (*OWN, "--uncertainty-set", "box")
     contenders["ersac_epinet.py box, own, layer norm", 1] = ours("ersac_epinet.py", *flags, more=20)
     try:
@@ -306,60 +314,75 @@ def images(args):
     cells += [(algo, 256, 1) for algo, heads in heads_of.items() if heads == 100]
     speeds = {cell: [] for cell in cells}
 
-    def seconds(algo, batch, heads, updates):
-        flags = ("--algo", algo, "--batch-size", batch, "--num-critics", heads, "--total-updates", updates)
-        return processor_time("ersac_atari.py", *flags, "--clone-updates", 0, "--critic-warmup", 0)
-
-    seconds("iql", 4, 1, 1)  # decodes the frames
+    flags = ("--clone-updates", 0, "--critic-warmup", 0)
     for turn in range(args.rounds):
         for cell in cells:
-            more = args.transitions // cell[1]
-            speeds[cell].append(more / (seconds(*cell, 4 + more) - seconds(*cell, 4)))
-            print(f"round {turn + 1}: {cell[0]}, batch {cell[1]}, heads {cell[2]}: {speeds[cell][-1]:.2f} per second")
+            algo, batch, heads = cell
+            words = ("--algo", algo, "--batch-size", batch, "--num-critics", heads, *flags)
+            speeds[cell].append(1000 / milliseconds("ersac_atari.py", args.transitions // batch, *words))
+            print(
+                f"round {turn + 1}: {algo}, batch {batch}, heads {heads}: {speeds[cell][-1]:.2f} per second", flush=True
+            )
     rows = [["algo", "batch_size", "heads", "updates_per_second"]]
     return rows + [[*cell, round(float(np.median(measured)), 3)] for cell, measured in speeds.items()]
 
 
+KINDS = {  # of operations, by the beginning of torch's name
+    "matrix products and convolutions": ("mm", "bmm", "addmm", "baddbmm", "mkldnn_convolution", "convolution"),
+    "layer norm": ("native_layer_norm",),
+    "ReLU": ("relu", "clamp_min", "threshold"),
+    "Adam": ("_fused_adam",),
+    "Polyak averaging": ("lerp",),
+    "Cholesky factor and quantile": ("linalg", "triangular", "kthvalue"),
+}
+
+
+def operations(script, updates, *flags):
+    """Milliseconds that a whole run spends in every kind of operation."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--dataset-id", "speed/noise-v0", "--no-cuda", "--output-dir", folder, "--eval-interval", 10**6)
+        words += ("--eval-episodes", 1, *flags, "--total-updates", updates)
+        sys.argv = [script, *map(str, words)]
+        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as measured, silent[0], silent[1]:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    times = dict.fromkeys([*KINDS, "all other operations"], 0.0)
+    for event in measured.key_averages():
+        if event.key.startswith("aten::"):
+            name = event.key.removeprefix("aten::")
+            kinds = [kind for kind, beginnings in KINDS.items() if name.startswith(beginnings)]
+            times[kinds[0] if kinds else "all other operations"] += event.self_cpu_time_total / 1000
+    return times
+
+
 def profile(args):
-    """Where the time of an update goes, by torch.profiler: a row for every script and kind of operation."""
-    kinds = {  # by the beginning of the operation's name
-        "matrix products and convolutions": ("mm", "bmm", "addmm", "baddbmm", "mkldnn_convolution", "convolution"),
-        "layer norm": ("native_layer_norm",),
-        "Adam": ("_fused_adam", "_foreach"),
-        "Polyak averaging": ("lerp",),
-        "indexing": ("index", "gather", "scatter", "_index_put", "randint"),
-        "ReLU": ("relu", "clamp_min", "threshold"),
-        "factorisation of the ellipsoid": ("linalg", "triangular", "kthvalue"),
-    }
-    paper = ("--targets", "shared", "--prior-scale", 0, "--input-scale", 1, "--num-critics", 100)
+    """Where the time of an update goes, by torch.profiler: a row for every script and kind of operation. The
+    difference of a long and a short run, so that the start does not count."""
+    paper = ("--targets", "shared", "--prior-scale", 0, "--input-scale", 1)
+    own = ("--targets", "own", "--prior-scale", 30, "--input-scale", 3)
     runs = {
-        "ersac_ensemble.py, Ell_0.9-N, N = 100": ("ersac_ensemble", *paper),
-        "ersac_epinet.py, Ell-Epi*": ("ersac_epinet", *PAPER),
-        "ersac_epinet.py, Ell-Epi*-own": ("ersac_epinet", *OWN),
-        "ersac_atari.py, Ell-Epi*, batch 32": ("ersac_atari", "--clone-updates", 0, "--critic-warmup", 0),
+        "SAC-N, N = 100": ("ersac_ensemble.py", 1, *paper, "--num-critics", 100, "--uncertainty-set", "box"),
+        "Ell_0.9-N-own, N = 10": ("ersac_ensemble.py", 5, *own, "--num-critics", 10),
+        "Ell-Epi*": ("ersac_epinet.py", 20, *PAPER),
+        "Ell-Epi*-own": ("ersac_epinet.py", 20, *OWN),
+        "Ell-Epi* on pixels": ("ersac_atari.py", 1, "--clone-updates", 0, "--critic-warmup", 0),
     }
     rows = [["run", "kind", "ms_per_update", "share"]]
-    for name, (script, *flags) in runs.items():
-        pixels = script == "ersac_atari"
-        os.environ["MINARI_DATASETS_PATH"] = tempfile.mkdtemp()
-        if pixels:
-            store_frames()
-        else:
-            obs = np.random.default_rng(1).normal(size=(5001, D)).astype(np.float32)
-            store_noise(obs, A, gym.make("LunarLander-v3", max_episode_steps=5))
-        words = ["--dataset-id", "speed/noise-v0", "--no-cuda", "--eval-interval", 10**6, "--eval-episodes", 1]
-        words += ["--output-dir", os.environ["MINARI_DATASETS_PATH"], "--batch-size", 32 if pixels else B]
-        updates = args.updates * (10 if script == "ersac_epinet" else 1)
-        sys.argv = [script, *map(str, (*words, "--total-updates", updates, *flags))]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as measured:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
-        times = dict.fromkeys([*kinds, "all other operations"], 0.0)
-        for event in measured.key_averages():
-            operation = event.key.removeprefix("aten::")
-            kind = [k for k, names in kinds.items() if operation.startswith(names)]
-            if event.key.startswith("aten::"):
-                times[kind[0] if kind else "all other operations"] += event.self_cpu_time_total / 1000 / updates
+    for name, (script, more, *flags) in runs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["MINARI_DATASETS_PATH"] = folder
+            if script == "ersac_atari.py":
+                store_frames()
+                flags += ["--batch-size", 32]
+            else:
+                obs = np.random.default_rng(1).normal(size=(5001, D)).astype(np.float32)
+                store_noise(obs, A, gym.make("LunarLander-v3", max_episode_steps=5))
+                flags += ["--batch-size", B]
+            n = more * args.updates
+            operations(script, n, *flags)  # the first run warms up
+            short = operations(script, n, *flags)
+            long = operations(script, 3 * n, *flags)
+        times = {kind: (long[kind] - short[kind]) / (2 * n) for kind in short}
         for kind, ms in times.items():
             rows.append([name, kind, f"{ms:.3f}", f"{ms / sum(times.values()):.3f}"])
             print(*rows[-1], flush=True)

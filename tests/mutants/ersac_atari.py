@@ -28,7 +28,7 @@ FAULTS = [
         "cloning with the wrong sign",
     ),
     ("        if update > args.critic_warmup:\n", "        if True:\n", "no warm-up of the critic"),
-    ("a, y, c[batch], args.noise_scale", "a, y, c[: len(index)], args.noise_scale", "others' directions"),
+    ("a, y, c[batch], args.noise_scale", "a, y, c[: len(batch)], args.noise_scale", "others' directions"),
     ("chi2.ppf(args.upsilon, A)", "chi2.ppf(args.upsilon, args.index_dim)", "degrees of freedom of the index"),
     ("args.cql_weight * cql_penalty(", "cql_penalty(", "CQL's weight is ignored"),
     ("(args.iql_beta * (q_old - v))", "(3.0 * (q_old - v))", "IQL's beta is ignored"),

@@ -45,7 +45,7 @@ FAULTS = [
     ('            if args.targets == "shared":\n', "            if False:\n", "shared targets are own"),
     ("robust_target(r, ended,", "robust_target(r, 0 * ended,", "terminations are ignored"),
     ("q_next, alpha, args.gamma)", "q_next, alpha, 0.99)", "--gamma has no effect on the targets"),
-    ("losses * weights[:, batch]", "losses * weights[:, : len(index)]", "bootstrap weights of the first transitions"),
+    ("losses * weights[:, batch]", "losses * weights[:, : len(batch)]", "bootstrap weights of the first transitions"),
     (
         "            q = q_values(critic, s, prior_q)  # [N, B, A]\n            q_star",
         "            q = q.detach()  # [N, B, A]\n            q_star",

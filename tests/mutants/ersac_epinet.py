@@ -76,10 +76,10 @@ FAULTS = [
         "spread = 0.0",
         "own targets lack the propagated spread",
     ),
-    ("gamma * (1 - terminated)[:, None] * torch", "gamma * torch", "spread beyond a termination"),
+    ("gamma * (1 - terminated)[:, None] * (sigma_bar", "gamma * (sigma_bar", "spread beyond a termination"),
     ("robust_target(r, ended,", "robust_target(r, 0 * ended,", "terminations are ignored"),
     ("q_next, alpha, args.gamma)", "q_next, alpha, 0.99)", "--gamma has no effect on the targets"),
-    ("a, y, c[batch], args.noise_scale", "a, y, c[: len(index)], args.noise_scale", "directions of other transitions"),
+    ("a, y, c[batch], args.noise_scale", "a, y, c[: len(batch)], args.noise_scale", "directions of other transitions"),
     ("q_loss = (q - y - noise)", "q_loss = (q - y)", "sampled: the noise is left out"),
     (
         "q_star = worst_case(critic, s, pi, z, prior)",
