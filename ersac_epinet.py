@@ -86,8 +86,6 @@ class Args:
     """d_z, the dimension of the index z"""
     num_index_samples: int = 100
     """N, the indices drawn for the sampled set and loss of ell-epi"""
-    head: Literal["linear", "mlp"] = "linear"
-    """stochastic head: linear in z (the paper's), or an MLP that reads z too (ell-epi only)"""
     head_input: Literal["obs", "features"] = "obs"
     """what the stochastic heads read: the observation, or (the paper) the features of the mean"""
     input_scale: float = 3.0
@@ -321,14 +319,12 @@ class EpinetCritic(nn.Module):
         hidden_dim,
         prior_scale=0.3,
         layer_norm=True,
-        head="linear",
         head_input="features",
         input_scale=3.0,
     ):
         super().__init__()
         self.shape = (num_actions, index_dim)
         self.prior_scale = prior_scale
-        self.head = head
         self.head_input = head_input
         self.input_scale = input_scale
         norm = nn.LayerNorm if layer_norm else nn.Identity
@@ -337,8 +333,6 @@ class EpinetCritic(nn.Module):
         self.base = nn.Sequential(*layers)
         self.mean = nn.Linear(hidden_dim, num_actions)
         sizes = [hidden_dim, 50] if head_input == "features" else [obs_dim, 2 * hidden_dim, 2 * hidden_dim]
-        if head == "mlp":
-            sizes[0] += index_dim
         self.learnable = self.make_head(sizes)
         self.prior = self.make_head(sizes).requires_grad_(False)
         if head_input == "obs":  # He's weights, random biases: as large as its input
@@ -354,25 +348,18 @@ class EpinetCritic(nn.Module):
             layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(sizes[-1], math.prod(self.shape)))
 
-    def stochastic(self, obs, psi, z=None, prior=None):
-        """sigma_bar = sigma_L + prior_scale sigma_P, [B, A, d_z], or for heads that read z [N, B, A, d_z].
-        prior: sigma_P of these observations, if it has been computed before"""
-        x = self.input_scale * obs if self.head_input == "obs" else psi.detach()  # [B, X]
-        if self.head == "mlp":
-            x = torch.cat([x.expand(len(z), -1, -1), z[:, None].expand(-1, len(x), -1)], -1)
-        if prior is None:
-            prior = self.prior(x)
-        return (self.learnable(x) + self.prior_scale * prior).unflatten(-1, self.shape)
-
-    def forward(self, obs, prior=None):  # of the linear head: the head mlp can only be sampled
+    def forward(self, obs, prior=None):
+        """prior: sigma_P of these observations, if it has been computed before"""
         psi = self.base(obs)  # [B, H]
-        return self.mean(psi), self.stochastic(obs, psi, None, prior)  # [B, A], [B, A, d_z]
+        x = self.input_scale * obs if self.head_input == "obs" else psi.detach()  # [B, X]
+        if prior is None:
+            prior = self.prior(x)  # [B, A d_z]
+        sigma_bar = self.learnable(x) + self.prior_scale * prior  # [B, A d_z]
+        return self.mean(psi), sigma_bar.unflatten(-1, self.shape)  # [B, A], [B, A, d_z]
 
     def sample(self, obs, z, prior=None):
-        psi = self.base(obs)  # [B, H]
-        sigma_bar = self.stochastic(obs, psi, z, prior)
-        product = "nbad,nd->nba" if self.head == "mlp" else "bad,nd->nba"
-        return self.mean(psi) + torch.einsum(product, sigma_bar, z)  # [N, B, A]
+        mu, sigma_bar = self(obs, prior)  # [B, A], [B, A, d_z]
+        return mu + torch.einsum("bad,nd->nba", sigma_bar, z)  # [N, B, A]
 
 
 def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
@@ -516,8 +503,6 @@ if __name__ == "__main__":
         sys.exit("--upsilon 1: the closed form's set would be infinite; choose a value below 1.")
     if args.uncertainty_set == "box" and not star:
         sys.exit("--uncertainty-set box: it has a closed form only; use --method ell-epi-star.")
-    if star and args.head == "mlp":
-        sys.exit("--head mlp: the closed form needs a head linear in z; use --method ell-epi.")
     if not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
     if args.autotune and args.alpha <= 0:
@@ -566,7 +551,7 @@ if __name__ == "__main__":
 
     # ----- networks: critic, target critic, actor, entropy coefficient
     shape = (D, A, args.index_dim, args.hidden_dim)
-    heads = (args.head, args.head_input, args.input_scale)
+    heads = (args.head_input, args.input_scale)
     critic = EpinetCritic(*shape, args.prior_scale, args.layer_norm, *heads).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor = Actor(D, A, args.hidden_dim).to(device)
@@ -658,7 +643,7 @@ if __name__ == "__main__":
 
     # a frozen prior that reads observations, the same in both critics: once for the data's states
     prior = prior_next = None
-    if args.head_input == "obs" and args.head == "linear":
+    if args.head_input == "obs":
         all_prior = torch.cat([critic.prior(args.input_scale * x) for x in obs.split(1000)])
         all_prior_next = torch.cat([critic.prior(args.input_scale * x) for x in next_obs.split(1000)])
 
@@ -676,7 +661,7 @@ if __name__ == "__main__":
         s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
         s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; truncated steps do not end
         alpha = log_alpha.detach().exp()
-        if args.head_input == "obs" and args.head == "linear":
+        if args.head_input == "obs":
             prior, prior_next = all_prior[batch], all_prior_next[batch]  # [B, A d_z]
         z = None
         if not star:  # the same z in target, loss and actor

@@ -86,7 +86,7 @@ VARIANTS = {
     # 7 of 25 samples, although 0.28 * 25 is 7.000000000000001
     "sampled, another set": dict(method="ell-epi", upsilon=0.28, num_index_samples=25, seed=8),
     "sampled, all of the samples": dict(method="ell-epi", upsilon=1.0, num_index_samples=11),
-    "sampled, head mlp": dict(method="ell-epi", head="mlp"),
+    "sampled, heads on the observation": dict(method="ell-epi", head_input="obs"),
     "entropy coefficient learned": dict(autotune=True),
     "entropy coefficient learned, sampled": dict(autotune=True, method="ell-epi", target_entropy=0.95, alpha=1.5),
     "weight decay of the base": dict(lambda_mu=0.3),
@@ -104,9 +104,9 @@ VARIANTS = {
     "own targets, box": dict(targets="own", uncertainty_set="box", head_input="obs", input_scale=0.6),
     "own targets, heads on the observation": dict(targets="own", head_input="obs", autotune=True, gamma=0.95),
     "own targets, sampled": dict(targets="own", method="ell-epi"),
-    "own targets, sampled, head mlp": dict(targets="own", method="ell-epi", head="mlp", head_input="obs"),
+    "own targets, sampled, heads on the observation": dict(targets="own", method="ell-epi", head_input="obs"),
     "all at once": dict(
-        **dict(method="ell-epi", head="mlp", autotune=True, lambda_mu=0.1, lambda_sigma=0.2, layer_norm=False),
+        **dict(method="ell-epi", autotune=True, lambda_mu=0.1, lambda_sigma=0.2, layer_norm=False),
         **dict(normalize_obs=False, return_scale=None, anneal_lr=False, q_lr=0.01, policy_lr=0.01, index_dim=2),
     ),
 }
@@ -135,11 +135,9 @@ def features(net, s, o):
     return s
 
 
-def spread(net, s, psi, o, z=None):
-    """sigma_bar [B, A, d_z]. The head mlp also reads the index z."""
+def spread(net, s, psi, o):
+    """sigma_bar [B, A, d_z]."""
     x = o.input_scale * s if o.head_input == "obs" else psi.detach()  # sigma_bar does not move the features
-    if o.head == "mlp":
-        x = torch.cat([x, z.repeat(len(x), 1)], 1)
     out = {}
     for name in ("learnable", "prior"):
         h = dense(net, f"{name}.2", dense(net, f"{name}.0", x).relu())
@@ -151,8 +149,6 @@ def samples(net, s, indices, o):
     """q(s, a, z) of every index z, [N, B, A]."""
     psi = features(net, s, o)
     mu = dense(net, "mean", psi)
-    if o.head == "mlp":
-        return torch.stack([mu + (spread(net, s, psi, o, z) * z).sum(-1) for z in indices])
     sigma = spread(net, s, psi, o)
     return torch.stack([mu + (sigma * z).sum(-1) for z in indices])
 
@@ -609,20 +605,18 @@ def test_gaussian_set_in_degenerate_cases(dtype):
 
 
 # ----- the critic
-@pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_samples_and_gradients_of_the_critic(head):
-    critic = EpinetCritic(5, 3, 4, 16, head=head, **FEATURES).double()
+def test_samples_and_gradients_of_the_critic():
+    critic = EpinetCritic(5, 3, 4, 16, **FEATURES).double()
     obs, z = draw(7, 5), draw(6, 4, seed=1)
     q = critic.sample(obs, z)
     assert q.shape == (6, 7, 3)
-    if head == "linear":
-        mu, sigma = critic(obs)
-        assert mu.shape == (7, 3) and sigma.shape == (7, 3, 4)
-        for n, b, a in np.ndindex(6, 7, 3):
-            assert q[n, b, a].item() == pytest.approx((mu[b, a] + sigma[b, a] @ z[n]).item())
-        # the stochastic head sends no gradient into the features
-        gradients = torch.autograd.grad(sigma.sum(), list(critic.base.parameters()), allow_unused=True)
-        assert all(g is None or (g == 0).all() for g in gradients)
+    mu, sigma = critic(obs)
+    assert mu.shape == (7, 3) and sigma.shape == (7, 3, 4)
+    for n, b, a in np.ndindex(6, 7, 3):
+        assert q[n, b, a].item() == pytest.approx((mu[b, a] + sigma[b, a] @ z[n]).item())
+    # the stochastic head sends no gradient into the features
+    gradients = torch.autograd.grad(sigma.sum(), list(critic.base.parameters()), allow_unused=True)
+    assert all(g is None or (g == 0).all() for g in gradients)
     assert not any(p.requires_grad for p in critic.prior.parameters())
     assert torch.equal(critic.sample(obs, 0 * z)[0], critic.mean(critic.base(obs)))
 
@@ -720,7 +714,7 @@ def interrupted(monkeypatch, when):
     [
         (),
         ("--method", "ell-epi", "--upsilon", 1.0),
-        ("--method", "ell-epi", "--head", "mlp", "--lambda-mu", 1e-4, "--lambda-sigma", 1e-4),
+        ("--method", "ell-epi", "--lambda-mu", 1e-4, "--lambda-sigma", 1e-4),
         ("--index-dim", 1, "--autotune"),
     ],
 )
@@ -860,7 +854,6 @@ BAD = [
     ("--upsilon 1", "infinite"),
     ("--upsilon 1.1 --method ell-epi", "upsilon"),
     ("--upsilon 0", "upsilon"),
-    ("--head mlp", "linear in z"),
     ("--uncertainty-set box --method ell-epi", "closed form"),
     ("--targets his", "targets"),
     ("--method ell-n", "method"),
