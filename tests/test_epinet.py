@@ -52,7 +52,6 @@ OPTIONS = dict(  # all away from the script's defaults, so that every flag matte
     targets="shared",
     method="ell-epi-star",
     uncertainty_set="ellipsoid",
-    head="linear",
     head_input="features",
     input_scale=1.7,
     upsilon=0.6,
@@ -107,7 +106,7 @@ VARIANTS = {
     "own targets, sampled, heads on the observation": dict(targets="own", method="ell-epi", head_input="obs"),
     "all at once": dict(
         **dict(method="ell-epi", autotune=True, lambda_mu=0.1, lambda_sigma=0.2, layer_norm=False),
-        **dict(normalize_obs=False, return_scale=None, anneal_lr=False, q_lr=0.01, policy_lr=0.01, index_dim=2),
+        **dict(normalize_obs=False, return_scale=None, anneal_lr=False, q_lr=0.01, policy_lr=0.01, index_dim=6),
     ),
 }
 
