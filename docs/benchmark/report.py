@@ -87,6 +87,14 @@ def markdown(header, rows):
     return "\n".join(lines)
 
 
+def compared(header, rows):
+    """A table of paired differences, and how many of them exclude 0: of many 90 % intervals some do by chance."""
+    found = re.findall(r"(-?[\d.]+) ± ([\d.]+)", " ".join(" ".join(map(str, row)) for row in rows))
+    clear = sum(abs(float(mean)) > float(half) for mean, half in found)
+    chance = f"By chance alone about {len(found) / 10:.0f} would." if len(found) > 4 else ""
+    return markdown(header, rows) + f"\n\n{clear} of these {len(found)} intervals exclude 0. {chance}".rstrip()
+
+
 def paper_grid(rows, paper, column="normalized_return", taus=False):
     """The paper's table beside ours: our mean ± interval and in brackets the paper's mean."""
     table = []
@@ -118,7 +126,23 @@ def differences(rows, column="normalized_return"):
                 first, second = (per_seed(rows, column, env_id=env, dataset_size=size, method=m) for m in pair)
                 cells.append(f"{interval(first - second, 1)} ({(first > second).sum()} of {len(first)})")
             table.append([env, f"{size}×", *cells])
-    return markdown(["MDP", "data", *(f"{first} − {second}" for first, second in pairs)], table)
+    return compared(["MDP", "data", *(f"{first} − {second}" for first, second in pairs)], table)
+
+
+def against_box(rows):
+    """Ell_0.9-N against SAC-N at every risk level: paired difference, ratio of the means, and the behaviour policy."""
+    table = []
+    for env in ENVS:
+        for size in (10, 100, 1000):
+            for tau in TAUS:
+                here = [r for r in rows if (r["env_id"], r["dataset_size"], r["expectile_tau"]) == (env, size, tau)]
+                ell = per_seed(here, "normalized_return", method="Ell_0.9-N")
+                box = per_seed(here, "normalized_return", method="SAC-N")
+                behaviour = here[0]["behaviour_normalized_return"]
+                ratio = f"{100 * (ell.mean() / box.mean() - 1):+.0f} %"
+                table.append([env, f"{size}×", tau, interval(ell - box, 1), ratio, interval(ell - behaviour, 1)])
+    header = ["MDP", "data", "τ", "Ell_0.9-N − SAC-N", "relative to SAC-N", "Ell_0.9-N − behaviour policy"]
+    return compared(header, table)
 
 
 def by_evaluation(rows):
@@ -315,7 +339,7 @@ def paired(rows, pairs, digits=1):
         if any(line):
             table.append([key[0], f"{key[1]:,}", key[2], *line])
     header = [f"{first} − {second}".replace("*", "\\*") for first, second in pairs]
-    return markdown(["environment", "transitions", "τ", *header], table)
+    return compared(["environment", "transitions", "τ", *header], table)
 
 
 def cell(row):
@@ -647,7 +671,7 @@ def grid_against(rows, method):
             d = np.array([score[method, s] - score[peer, s] for s in seeds if (peer, s) in score])
             line.append(f"{interval(d, 1)} ({(d > 0).sum()} of {len(d)})" if len(d) else "")
         lines.append(line)
-    return markdown(["environment", "transitions", "τ", "lowest seed", *(f"− {peer}" for peer in PEERS)], lines)
+    return compared(["environment", "transitions", "τ", "lowest seed", *(f"− {peer}" for peer in PEERS)], lines)
 
 
 def grid_tuning(rows):
@@ -699,6 +723,7 @@ def tables(folder):
         made["tabular_aggregated"] = paper_grid(paper, theirs)
         made["tabular_detailed"] = paper_grid(paper, theirs, taus=True)
         made["tabular_differences"] = differences(paper)
+        made["tabular_against_box"] = against_box(paper)
         made["tabular_evaluations"] = by_evaluation(paper)
         made["tabular_by_tau"] = by_tau(paper)
     if same:
