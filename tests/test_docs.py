@@ -48,7 +48,7 @@ def test_every_flag_and_file_of_a_page_exists(page):
 
 def test_tables_of_the_docs_are_made_from_the_committed_csvs():
     made = report.tables(ROOT / "docs" / "benchmark")
-    pattern = r"<!-- table: ((?:tabular|gym|grid|calibration|sets|speed|soak|atari)\w*) -->"
+    pattern = r"<!-- table: ((?:tabular|gym|grid|calibration|sets|speed|soak|atari|gen)\w*) -->"
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text())}
     assert named == set(made)
     for page in PAGES:

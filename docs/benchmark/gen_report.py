@@ -3,8 +3,9 @@
     python docs/benchmark/gen_report.py
 
 trains what is missing (`--policy-dir` keeps it), measures every policy greedily and with the noise of the collection,
-and writes gen_policies.csv, gen_visitation.csv and gen_runs.csv beside this file, docs/figures/gen_visitation.png, and
-the tables of docs/gen_expectile_data.md. Rows that are there already are kept; --report-only just redraws. More noise:
+and writes gen_policies.csv, gen_visitation.csv and gen_runs.csv beside this file and docs/figures/gen_visitation.png;
+report.py then writes the tables of docs/gen_expectile_data.md. Rows that are there already are kept; --report-only just
+redraws. More noise:
 
     python docs/benchmark/gen_report.py --env-id CartPole-v1 --epsilon 0.3 --taus 0.5 0.1 --policy-dir runs/eps30
 """
@@ -40,7 +41,7 @@ AXES = {"CartPole-v1": ("angle", "angular velocity"), "LunarLander-v3": ("height
 @dataclass
 class Args:
     policy_dir: str = "runs/gen_report"
-    """folder for the trained policies, one folder an environment and seed; what is there is not trained again"""
+    """folder for the trained policies, one folder per environment and seed; what is there is not trained again"""
     episodes: int = 100
     """episodes of each measurement"""
     env_id: str | None = None
@@ -50,7 +51,7 @@ class Args:
     epsilon: float = 0.1
     """noise of training and measurement; another than 0.1 has its own CSVs, gen_*_eps30.csv for 0.3"""
     report_only: bool = False
-    """no training, no measurement: tables and picture from the CSVs"""
+    """no training, no measurement: the picture from the CSVs"""
 
 
 def table_file(name, epsilon):
@@ -248,14 +249,18 @@ def picture(tables):
     figure.savefig(ROOT / "docs/figures/gen_visitation.png", dpi=160, metadata={"Software": None})
 
 
-def write_tables(parts):
-    """Replace what stands between <!-- table: NAME --> and <!-- end --> in the docs page."""
-    path = ROOT / "docs/gen_expectile_data.md"
-    text = path.read_text() if path.exists() else ""
-    for name, content in parts.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        text = re.sub(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
-    path.write_text(text)
+def all_tables():
+    """The tables of docs/gen_expectile_data.md by name, from the CSVs; report.py writes them into the page."""
+    parts = {"gen_runs": runs_table()}
+    for env_id in ENVS:
+        name = f"gen_{env_id.split('-')[0].lower()}"
+        policies, distances = tables_of(env_id, read("policies"), visitation())
+        parts[f"{name}_policies"] = policies
+        parts[f"{name}_distances"] = distances
+    policies, distances = tables_of("CartPole-v1", read("policies", 0.3), visitation(0.3))
+    parts["gen_cartpole_noisy_policies"] = policies
+    parts["gen_cartpole_noisy_distances"] = distances
+    return parts
 
 
 if __name__ == "__main__":
@@ -270,15 +275,4 @@ if __name__ == "__main__":
             add("visitation", cells, args.epsilon)
             add("policies", [row], args.epsilon)
             print(row, flush=True)
-    rows, tables = read("policies"), visitation()
-    parts = {"runs": runs_table()}
-    for env_id in ENVS:
-        name = env_id.split("-")[0].lower()
-        parts[f"{name}-policies"], parts[f"{name}-distances"] = tables_of(env_id, rows, tables)
-    if more := read("policies", 0.3):
-        names = "cartpole-noisy-policies", "cartpole-noisy-distances"
-        parts |= dict(zip(names, tables_of("CartPole-v1", more, visitation(0.3))))
-    write_tables(parts)
-    picture(tables)
-    for name, content in parts.items():
-        print(f"\n{name}\n{content}")
+    picture(visitation())

@@ -18,6 +18,9 @@ import numpy as np
 import tyro
 from scipy import stats
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gen_report  # noqa: E402
+
 DOCS = Path(__file__).resolve().parents[1]
 METHODS = {("box", None): "SAC-N", ("hull", None): "CH-N", ("ellipsoid", 1.0): "Ell-N", ("ellipsoid", 0.9): "Ell_0.9-N"}
 ENVS, TAUS = ("MachineReplacement", "RiverSwim"), (0.1, 0.5, 0.9)
@@ -780,6 +783,8 @@ def tables(folder):
         made["speed_profile"] = speed_profile(profiled)
     methods = {"sac-n": "SAC-N", "ersac-ch-n": "ERSAC-CH-N", "ersac-ell-n": "ERSAC-Ell-N"}
     methods |= {"ersac-ell-epi-star": "ERSAC-Ell-Epi*", "cql": "CQL", "iql": "IQL", "brac-bcq": "BRAC-BCQ"}
+    if (folder / "gen_policies.csv").exists():
+        made |= gen_report.all_tables()
     pong, atari_timed = load(folder / "atari_pong.csv"), load(folder / "speed_atari.csv")
     if pong:
         made["atari_pong"] = atari_runs(pong, methods, tuning=False)
@@ -809,7 +814,7 @@ if __name__ == "__main__":
     for path in [*sorted(Path(args.docs).rglob("*.md")), *([readme] if Path(args.docs) == DOCS else [])]:
         page = path.read_text()
         unknown = set(
-            re.findall(r"<!-- table: ((?:tabular|gym|grid|calibration|sets|speed|soak|atari)\w*) -->", page)
+            re.findall(r"<!-- table: ((?:tabular|gym|grid|calibration|sets|speed|soak|atari|gen)\w*) -->", page)
         ) - set(made)
         if unknown:
             print(f"{path.name}: no CSV for {', '.join(sorted(unknown))}; left as they are", file=sys.stderr)
