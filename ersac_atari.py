@@ -664,6 +664,23 @@ if __name__ == "__main__":
         "q_optimizer": q_optimizer,
         "policy_optimizer": policy_optimizer,
     }
+
+    def save(update):
+        state = {name: part.state_dict() for name, part in parts.items()} | {
+            "generator": generator.get_state(),
+            "update": update,
+            "rows": rows,
+            "run_name": run_name,
+            "cloned": cloned,
+            "script": script,
+            "args": asdict(replace(args, resume=None)),
+            "data": fingerprint,
+            "num_actions": A,
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_file(folder, "checkpoint.pt", buffer.getvalue())
+
     start = 0
     rows = []
     cloned = args.clone_updates == 0
@@ -684,25 +701,8 @@ if __name__ == "__main__":
         if os.path.exists(folder):
             sys.exit(f"{folder} exists; choose another --exp-name.")
         write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
-
-    def save(update):
-        state = {name: part.state_dict() for name, part in parts.items()} | {
-            "generator": generator.get_state(),
-            "update": update,
-            "rows": rows,
-            "run_name": run_name,
-            "cloned": cloned,
-            "script": script,
-            "args": asdict(replace(args, resume=None)),
-            "data": fingerprint,
-            "num_actions": A,
-        }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_file(folder, "checkpoint.pt", buffer.getvalue())
-
-    if not checkpoint:
         save(0)
+
     track = start_tracking(args, run_name, dataset_id, label, script)
     for row in rows:
         if track and row["update"] >= track.step:  # what a killed run had not yet sent

@@ -486,8 +486,9 @@ if __name__ == "__main__":
 
     # ----- data, normalised by their own statistics
     dataset = find_dataset(args)
-    tensors = [x.to(device) for x in load_transitions(dataset, args.gamma)]
-    obs, action, reward, next_obs, terminated, returns = tensors  # [|D|, D] and [|D|]
+    tensors = load_transitions(dataset, args.gamma)
+    fingerprint = [len(tensors[0]), *(x.double().sum().item() for x in tensors[:5])]  # of the data
+    obs, action, reward, next_obs, terminated, returns = (x.to(device) for x in tensors)
     D = obs.shape[1]
     A = int(dataset.spec.action_space.n)
     dataset_id = dataset.spec.dataset_id
@@ -562,12 +563,31 @@ if __name__ == "__main__":
     label = method.removeprefix("ERSAC-")  # as the docs write it
     if args.uncertainty_set == "ellipsoid" and args.upsilon < 1:
         label = label.replace("Ell-N", f"Ell_{args.upsilon:g}-N")
+
+    def save(update):
+        state = {name: part.state_dict() for name, part in parts.items()} | {
+            "log_alpha": log_alpha.detach(),
+            "generator": generator.get_state(),
+            "update": update,
+            "rows": rows,
+            "run_name": run_name,
+            "script": script,
+            "args": asdict(replace(args, resume=None)),
+            "obs_mean": obs_mean,
+            "obs_std": obs_std,
+            "num_actions": A,
+            "reward_scale": reward_scale,
+            "data": fingerprint,
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_file(folder, "checkpoint.pt", buffer.getvalue())
+
     start = 0
     rows = []
     if checkpoint:
         folder = os.path.normpath(args.resume)
-        same_data = torch.equal(obs_mean.cpu(), checkpoint["obs_mean"].cpu())
-        if not same_data or reward_scale != checkpoint["reward_scale"]:
+        if fingerprint != checkpoint["data"]:
             sys.exit(f"{folder}: {dataset_id} has changed since; start a new run.")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
@@ -583,27 +603,8 @@ if __name__ == "__main__":
         if os.path.exists(folder):
             sys.exit(f"{folder} exists; choose another --exp-name.")
         write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
-
-    def save(update):
-        state = {name: part.state_dict() for name, part in parts.items()} | {
-            "log_alpha": log_alpha.detach(),
-            "generator": generator.get_state(),
-            "update": update,
-            "rows": rows,
-            "run_name": run_name,
-            "script": script,
-            "args": asdict(replace(args, resume=None)),
-            "obs_mean": obs_mean,
-            "obs_std": obs_std,
-            "num_actions": A,
-            "reward_scale": reward_scale,
-        }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_file(folder, "checkpoint.pt", buffer.getvalue())
-
-    if not checkpoint:
         save(0)
+
     track = start_tracking(args, run_name, dataset_id, label, script)
     for row in rows:
         if track and row["update"] >= track.step:  # what a killed run had not yet sent

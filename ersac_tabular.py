@@ -428,23 +428,6 @@ if __name__ == "__main__":
     label = method.removeprefix("ERSAC-")  # as the docs write it
     if args.uncertainty_set == "ellipsoid" and args.upsilon < 1:
         label = label.replace("Ell-N", f"Ell_{args.upsilon:g}-N")
-    start = 0
-    rows = []
-    if checkpoint:
-        folder = os.path.normpath(args.resume)
-        q = checkpoint["q"]
-        q_target = checkpoint["q_target"]
-        logits.data.copy_(checkpoint["logits"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        start = checkpoint["update"]
-        rows = checkpoint["rows"]
-        run_name = checkpoint["run_name"]
-    else:
-        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(1000 * time.time())}"
-        folder = os.path.join(args.output_dir, run_name)
-        if os.path.exists(folder):
-            sys.exit(f"{folder} exists; choose another --exp-name.")
-        write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
 
     def save(update):
         state = {
@@ -463,8 +446,25 @@ if __name__ == "__main__":
         torch.save(state, buffer)
         write_file(folder, "checkpoint.pt", buffer.getvalue())
 
-    if not checkpoint:
+    start = 0
+    rows = []
+    if checkpoint:
+        folder = os.path.normpath(args.resume)
+        q = checkpoint["q"]
+        q_target = checkpoint["q_target"]
+        logits.data.copy_(checkpoint["logits"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        start = checkpoint["update"]
+        rows = checkpoint["rows"]
+        run_name = checkpoint["run_name"]
+    else:
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(1000 * time.time())}"
+        folder = os.path.join(args.output_dir, run_name)
+        if os.path.exists(folder):
+            sys.exit(f"{folder} exists; choose another --exp-name.")
+        write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
         save(0)
+
     data = f"{args.env_id} tau {args.expectile_tau:g} x {args.dataset_size}"
     track = start_tracking(args, run_name, data, label, script)
     for row in rows:

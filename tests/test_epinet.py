@@ -759,15 +759,6 @@ def test_a_finished_run_is_evaluated_again_or_extended(run, load, datasets):
     assert done.code == 1 and "another version" in done.err
 
 
-def test_run_of_changed_data_is_not_resumed(run, datasets):
-    (folder,) = ran(run("ersac_epinet", *SMALL)).folders
-    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    for changed in ({"reward_scale": 0.5}, {"obs_mean": checkpoint["obs_mean"] + 1}):
-        torch.save(checkpoint | changed, folder / "checkpoint.pt")
-        done = run("ersac_epinet", "--resume", folder)
-        assert done.code == 1 and "has changed since" in done.err
-
-
 def test_speed_is_that_of_the_updates(run, load, datasets, monkeypatch):
     """A clock of our own: an update takes a second, a step in the environment takes fifty."""
     clock, randint, step = [1000.0], torch.randint, Chain.step

@@ -17,6 +17,7 @@ import minari
 import numpy as np
 import pytest
 import torch
+from conftest import chain_episodes
 from minari.data_collector import EpisodeBuffer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -279,3 +280,39 @@ def test_the_docs_ten_lines_make_a_data_set_that_trains(run, load, datasets):
     done = run("ersac_ensemble", "--dataset-id", name, *FEW)
     assert done.code == 0, done.err
     assert load(done.folders[0]).result["dataset_id"] == name
+
+
+@pytest.mark.parametrize("script", BOTH)
+def test_a_run_of_changed_data_is_not_resumed(run, datasets, script):
+    """Whichever column changes, also where no statistic of the data is kept."""
+
+    def store(column=None):
+        episodes = chain_episodes(40, 0)
+        if column in ("observations", "rewards"):
+            episodes[0][column][0] = episodes[0][column][0] + 0.5
+        if column == "actions":
+            episodes[0][column][0] = (episodes[0][column][0] + 1) % 4
+        if column == "terminations":
+            episodes[0][column][-1] = not episodes[0][column][-1]
+        if column == "fewer":
+            episodes = episodes[:-1]
+        buffers = [
+            EpisodeBuffer(id=i, **{key: np.array(x) for key, x in episode.items()})
+            for i, episode in enumerate(episodes)
+        ]
+        if "test/changing-v0" in minari.list_local_datasets():
+            minari.delete_dataset("test/changing-v0")
+        with warnings.catch_warnings(action="ignore"):
+            minari.create_dataset_from_buffers("test/changing-v0", buffers, env=gym.make("test/Chain-v0"))
+
+    store()
+    plain = ("--dataset-id", "test/changing-v0", "--no-normalize-obs", "--return-scale", "None")
+    done = run(script, *FEW, *plain)
+    assert done.code == 0
+    (folder,) = done.folders
+    for column in ("observations", "actions", "rewards", "terminations", "fewer"):
+        store(column)
+        done = run(script, "--resume", folder)
+        assert done.code == 1 and "has changed since" in done.err, column
+    store()
+    assert run(script, "--resume", folder).code == 0
