@@ -477,10 +477,10 @@ def worst_case_ellipsoid(q, pi, upsilon):
 def worst_case_gaussian(mu, sigma_bar, pi, radius):
     """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
     q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
-    v = (sigma_bar * pi[..., None]).sum(1).double()  # sigma_bar' pi, [B, d_z]
+    v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
     norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
     v = v / norm.clamp(min=torch.finfo(v.dtype).tiny)
-    return mu - radius * (sigma_bar * v[:, None].to(mu.dtype)).sum(-1)
+    return mu - radius * torch.einsum("bad,bd->ba", sigma_bar, v.to(mu.dtype))
 
 
 # ===== Target and losses of SAC-N and ERSAC

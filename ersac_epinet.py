@@ -412,10 +412,10 @@ def worst_case_ellipsoid(q, pi, upsilon):
 def worst_case_gaussian(mu, sigma_bar, pi, radius):
     """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
     q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
-    v = (sigma_bar * pi[..., None]).sum(1).double()  # sigma_bar' pi, [B, d_z]
+    v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
     norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
     v = v / norm.clamp(min=torch.finfo(v.dtype).tiny)
-    return mu - radius * (sigma_bar * v[:, None].to(mu.dtype)).sum(-1)
+    return mu - radius * torch.einsum("bad,bd->ba", sigma_bar, v.to(mu.dtype))
 
 
 def worst_case_gaussian_box(mu, sigma_bar, pi, radius):
@@ -450,7 +450,7 @@ def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
 
 def propagated_spread(terminated, pi, sigma_bar, gamma):
     """What the next state's spread adds to an index's own target: y(z) = y + <spread, z>. [B, d_z]"""
-    return gamma * (1 - terminated)[:, None] * (sigma_bar * pi[..., None]).sum(1)
+    return gamma * (1 - terminated)[:, None] * torch.einsum("ba,bad->bd", pi, sigma_bar)
 
 
 def actor_loss(pi, log_pi, q_star, alpha):

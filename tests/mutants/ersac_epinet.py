@@ -76,7 +76,7 @@ FAULTS = [
         "spread = 0.0",
         "own targets lack the propagated spread",
     ),
-    ("gamma * (1 - terminated)[:, None] * (sigma_bar", "gamma * (sigma_bar", "spread beyond a termination"),
+    ("gamma * (1 - terminated)[:, None] * torch", "gamma * torch", "spread beyond a termination"),
     ("robust_target(r, ended,", "robust_target(r, 0 * ended,", "terminations are ignored"),
     ("q_next, alpha, args.gamma)", "q_next, alpha, 0.99)", "--gamma has no effect on the targets"),
     ("a, y, c[batch], args.noise_scale", "a, y, c[: len(batch)], args.noise_scale", "directions of other transitions"),
