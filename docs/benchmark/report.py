@@ -114,7 +114,7 @@ def paper_grid(rows, paper, column="normalized_return", taus=False):
                 support = interval(per_seed(rows, "support_optimum", method="SAC-N", **where))
                 label = [env, f"{size}×", *([tau] if taus else [])]
                 table.append([*label, *cells, support, f"{behaviour:.0f} ({theirs['behaviour']})"])
-    header = ["MDP", "data", *(["τ"] if taus else []), *METHODS.values(), "optimum over the data's support"]
+    header = ["MDP", "data", *(["τ"] if taus else []), *METHODS.values(), "value iteration on the data"]
     return markdown([*header, "behaviour policy"], table)
 
 
@@ -165,7 +165,7 @@ def by_evaluation(rows):
 
 
 def no_bootstrap(rows):
-    """Every critic sees the same data: distance to the optimum over the data's support, for two initial tables."""
+    """Every critic sees the same data: distance to value iteration on the data, for two initial tables."""
     table = []
     for prior, label in ((True, "below all attainable values"), (False, "all attainable values")):
         for env in ENVS:
@@ -177,7 +177,7 @@ def no_bootstrap(rows):
                 ]
                 cells.append(interval(per_seed(chosen, "support_optimum", method="SAC-N", **where), 1))
                 table.append([label, env, tau or "mean", *cells])
-    return markdown(["initial tables", "MDP, 10×", "τ", *METHODS.values(), "optimum over the data's support"], table)
+    return markdown(["initial tables", "MDP, 10×", "τ", *METHODS.values(), "value iteration on the data"], table)
 
 
 def by_tau(rows):
