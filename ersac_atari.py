@@ -711,6 +711,7 @@ if __name__ == "__main__":
 
     # ----- cloned start: the critic then judges a policy that the data know
     if not cloned:
+        print("First the actor becomes a clone of the data; --clone-updates 0 leaves this out.", flush=True)
         for step in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
             left = 1 - step / args.clone_updates
             policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left

@@ -6,12 +6,15 @@ import itertools
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import sys
 import time
 import warnings
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import ale_py
@@ -21,6 +24,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import tyro
+import yaml
 from minari.data_collector import EpisodeBuffer
 from scipy import stats
 
@@ -1153,3 +1158,35 @@ def test_a_million_frames_stay_below_eight_gigabytes(tmp_path):
         stack(frames, torch.arange(start, start + 1000), first)
         stack(frames, torch.randint(10**6, (32,), generator=g), first[:32])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 8 * 2**30
+
+
+# ----- the paper's grid for a GPU, with its budget cut down
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def forms_of_the_grid():
+    """The commands of the page, in the paper's form and with the script's defaults, and those of the W&B sweep."""
+    text = (DOCS / "ersac_atari.md").read_text().replace("\\\n", " ")
+    paper, defaults = re.findall(r"python ersac_atari.py --env-id \$game --algo \$algo ([^\n`]*)", text)
+    plan = yaml.safe_load((DOCS / "benchmark" / "sweep_atari.yaml").read_text())
+    assert plan["program"] == "ersac_atari.py" and plan["command"][-2:] == ["--track", "${args}"]
+    chosen = plan["parameters"]
+    assert set(chosen.pop("env_id")["values"]) == set(ersac_atari.GAMES)
+    assert set(chosen.pop("algo")["values"]) == set(METHODS) and chosen.pop("seed")["values"] == [100, 101, 102]
+    sweep = [f"--{name}={choice['value']}" for name, choice in chosen.items()]
+    return {"paper": shlex.split(paper.replace("$seed", "100")), "sweep": sweep, "defaults": shlex.split(defaults)[2:]}
+
+
+@pytest.mark.parametrize("form", ["paper", "sweep", "defaults"])
+def test_the_grid_for_a_gpu_runs_with_its_budget_cut_down(run, walks, form):
+    words = forms_of_the_grid()[form]
+    assert tyro.cli(ersac_atari.Args, args=words).total_updates == 100_000
+    fewer = ["--total-updates", 2, "--batch-size", 4, "--hidden-dim", 16, "--eval-interval", 2, "--eval-episodes", 1]
+    if form == "defaults":
+        fewer += ["--clone-updates", 2, "--critic-warmup", 1]
+    for algo in METHODS:
+        done = run("ersac_atari", "--algo", algo, *words, "--dataset-id", "test/walk-v0", *fewer)
+        assert done.code == 0, done.err
+        args = json.loads((done.folders[-1] / "args.json").read_text())
+        chosen = (args["clone_updates"], args["critic_warmup"], args["bc_coef"], args["n_step"])
+        assert chosen == ((2, 1, 0.3, 10) if form == "defaults" else (0, 0, 0, 1))
