@@ -45,7 +45,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 class Args:
     only: str | None = None
     """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak, gym_upsilon,
-    schedules, pong, calibration, hedging, targets, budget or growth; None makes them all"""
+    schedules, pong, calibration, hedging, targets, budget, growth or valley; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -541,6 +541,30 @@ def targets(args):
     fig.savefig(f"{args.out}/targets.png")
 
 
+def valley(args):
+    """LunarLander, 100,000 transitions, the paper's form: values sink below the returns before the policy gets good."""
+    rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
+    rows = [r for r in rows if r["dataset_id"] == "ersac/lunarlander/tau50-100k-v0" and not r["flags"]]
+    rows = [r for r in rows if r["seed"] in (100, 101, 102)]
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.6))
+    columns = {
+        "eval/return": "return of the greedy policy",
+        "charts/q_minus_return": "value − observed return",
+        "charts/std_data_actions": "spread at data actions",
+    }
+    for ax, (column, title) in zip(axes, columns.items()):
+        for method in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi"):
+            chosen = [r for r in rows if r["method"] == method]
+            mean_and_range(ax, chosen, column, METHODS[method][0], method)
+        ax.set_title(title, fontsize=8)
+        ax.set_xlabel("update", fontsize=8)
+        ax.set_xticks([0, 10_000, 20_000])
+        ax.tick_params(labelsize=7)
+    axes[1].axhline(0, color=GREY, ls=":", lw=1)
+    axes[0].legend(fontsize=7, loc="lower right")
+    fig.savefig(f"{args.out}/valley.png")
+
+
 def budget(args):
     """What k online episodes buy when choosing among the policies of the grid, from budget.py."""
     rows = load(ROOT / "docs" / "benchmark" / "budget.csv")
@@ -590,6 +614,7 @@ FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": 
 FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
 FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "pong": pong}
 FIGURES |= {"calibration": calibration, "hedging": hedging, "targets": targets, "budget": budget, "growth": growth}
+FIGURES |= {"valley": valley}
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     if args.only not in (None, *FIGURES):
