@@ -100,13 +100,13 @@ class Args:
     """width of the two hidden layers"""
     gamma: float = 0.99
     """discount factor in [0, 1)"""
-    q_lr: float = 5e-4
+    q_lr: float = 1e-3
     """Adam step size of the critics"""
-    policy_lr: float = 5e-4
+    policy_lr: float = 1e-3
     """Adam step size of the actor and of the entropy coefficient"""
     anneal_lr: bool = True
     """let all step sizes fall linearly to 0, so that the last policy is a settled one"""
-    polyak: float = 0.02
+    polyak: float = 0.05
     """rate at which the target critics follow the critics"""
     alpha: float = 0.003
     """entropy coefficient, or its first value with --autotune"""

@@ -182,8 +182,8 @@ def test_methods_spell_out_flags_that_exist(method, monkeypatch):
     if method in SWEEP["BASELINES"]:
         assert words in ([], ["--top", "0.5"])
         return
-    needed = {"targets", "uncertainty-set", "prior-scale", "total-updates"}
-    needed |= {"method", "head-input", "noise-scale", "q-lr", "policy-lr"} if "epinet" in script else {"input-scale"}
+    needed = {"targets", "uncertainty-set", "prior-scale", "total-updates", "q-lr", "policy-lr"}
+    needed |= {"method", "head-input", "noise-scale"} if "epinet" in script else {"input-scale", "polyak"}
     needed |= {"upsilon"} if args.uncertainty_set == "ellipsoid" else set()
     assert needed <= {word[2:] for word in words}
     assert (args.targets == "own") == method.endswith("-own")
