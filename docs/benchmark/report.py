@@ -761,6 +761,8 @@ def tables(folder):
         if any(r["flags"] for r in grid):
             made["grid_ablation"] = grid_ablation(grid)
         made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
+        made["grid_ensemble"] = grid_against(grid, "Ell_0.9-N-own")
+        made["grid_box"] = grid_against(grid, "Box-N-own")
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
     learned, fixed = load(folder / "tabular_calibration.csv"), load(folder / "calibration.csv")
