@@ -85,7 +85,7 @@ class Args:
     """weight of the ensemble-similarity term; above 0 the method is EDAC"""
     bootstrap: bool = False
     """weigh every transition, for every critic, by a fixed Poisson(1) draw: a bootstrap resample"""
-    prior_scale: float = 30.0
+    prior_scale: float = 10.0
     """add this much of a frozen random network to every critic; 0, no prior, is the paper's form"""
     input_scale: float = 3.0
     """factor on the observation that critics and priors read; 1 is the paper's form"""

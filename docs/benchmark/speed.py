@@ -226,7 +226,7 @@ def networks(args):
     contenders = {}
     for N, more in ((100, 1), (10, 10)):
         paper = ("--num-critics", N, "--targets", "shared", "--prior-scale", 0, "--input-scale", 1)
-        own = ("--num-critics", N, "--targets", "own", "--prior-scale", 30, "--input-scale", 3)
+        own = ("--num-critics", N, "--targets", "own", "--prior-scale", 10, "--input-scale", 3)
         contenders["matrix products alone", N] = floor(N)
         contenders["plain loop", N] = plain_loop(N)
         contenders["d3rlpy DiscreteSAC", N] = d3rlpy_sac(N)
@@ -359,7 +359,7 @@ def profile(args):
     """Where the time of an update goes, by torch.profiler: a row for every script and kind of operation. The
     difference of a long and a short run, so that the start does not count."""
     paper = ("--targets", "shared", "--prior-scale", 0, "--input-scale", 1)
-    own = ("--targets", "own", "--prior-scale", 30, "--input-scale", 3)
+    own = ("--targets", "own", "--prior-scale", 10, "--input-scale", 3)
     runs = {
         "SAC-N, N = 100": ("ersac_ensemble.py", 1, *paper, "--num-critics", 100, "--uncertainty-set", "box"),
         "Ell_0.9-N-own, N = 10": ("ersac_ensemble.py", 5, *own, "--num-critics", 10),

@@ -34,7 +34,7 @@ from ersac_ensemble import dataset_name  # noqa: E402
 # every flag of a method is spelled out, so that a row means the same when a default changes
 PAPER_N = "ersac_ensemble.py --targets shared --prior-scale 0 --input-scale 1 --polyak 0.02"
 PAPER_N += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
-OWN_N = "ersac_ensemble.py --targets own --prior-scale 30 --input-scale 3 --polyak 0.05"
+OWN_N = "ersac_ensemble.py --targets own --prior-scale 10 --input-scale 3 --polyak 0.05"
 OWN_N += " --q-lr 1e-3 --policy-lr 1e-3 --total-updates 10000"
 PAPER_EPI = "ersac_epinet.py --targets shared --head-input features --prior-scale 0.3 --noise-scale 0.01"
 PAPER_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
