@@ -659,6 +659,18 @@ def grid_ablation(rows):
     return markdown(["changed", "normalised return", "minus the default, paired", "seeds"], lines)
 
 
+def grid_earlier(rows):
+    """Ten critics with own targets and a setting that is not the default: what made us change it."""
+    lines = []
+    for cell in grid_cells(rows):
+        for method, flags in dict.fromkeys((r["method"], r["flags"]) for r in rows):
+            y = per_seed([r for r in rows if grid_cell(r) == cell], "normalized_return", method=method, flags=flags)
+            if method.endswith("N-own") and flags and len(y):
+                scores = ", ".join(f"{x:.0f}" for x in y)
+                lines.append([cell[1], method, f"`{flags}`", scores, f"{y.mean():.0f}"])
+    return markdown(["transitions", "method", "changed", "seed by seed from 100 on", "mean"], lines)
+
+
 def grid_against(rows, method):
     """The method minus the better of the peers, seed by seed on the same data; and its lowest seed."""
     rows = [r for r in rows if not r["flags"]]
@@ -763,7 +775,7 @@ def tables(folder):
             made["grid_ablation"] = grid_ablation(grid)
         made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
         made["grid_ensemble"] = grid_against(grid, "Ell_0.9-N-own")
-        made["grid_box"] = grid_against(grid, "Box-N-own")
+        made["grid_earlier"] = grid_earlier(grid)
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
     learned, fixed = load(folder / "tabular_calibration.csv"), load(folder / "calibration.csv")
