@@ -539,7 +539,7 @@ def speed_profile(rows):
     at = {(r["run"], r["kind"]): r["ms_per_update"] for r in rows}
     table = []
     for kind in dict.fromkeys(r["kind"] for r in rows):
-        table.append([kind, *(f"{at[run, kind]:.2f}" for run in runs)])
+        table.append([kind, *(f"{max(at[run, kind], 0):.2f}" for run in runs)])
     return markdown(["milliseconds per update", *(run.replace("*", "\\*") for run in runs)], table)
 
 

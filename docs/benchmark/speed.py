@@ -55,14 +55,18 @@ class Args:
     """CSV to write; None is speed.csv, speed_growth.csv, speed_atari.csv or speed_profile.csv in docs/benchmark"""
 
 
-def store_noise(obs, num_actions, env):
-    """One episode of noise, speed/noise-v0, whose environment ends after five steps."""
+def store_noise(obs, num_actions, env=None):
+    """One episode of noise, speed/noise-v0, whose environment ends after five steps; it may have none."""
     rng = np.random.default_rng(0)
     T = len(obs) - 1
     episode = {"observations": obs, "actions": rng.integers(num_actions, size=T), "rewards": rng.normal(size=T)}
     episode |= {"terminations": np.arange(T) == T - 1, "truncations": np.zeros(T, bool)}
     with warnings.catch_warnings(action="ignore"):
-        minari.create_dataset_from_buffers("speed/noise-v0", [EpisodeBuffer(id=0, **episode)], env=env)
+        spaces = dict(env=env)
+        if env is None:
+            spaces = dict(observation_space=gym.spaces.Box(-np.inf, np.inf, obs.shape[1:], np.float32))
+            spaces["action_space"] = gym.spaces.Discrete(num_actions)
+        minari.create_dataset_from_buffers("speed/noise-v0", [EpisodeBuffer(id=0, **episode)], **spaces)
 
 
 def store_frames():
@@ -297,7 +301,7 @@ def growth(args):
             obs = np.random.default_rng(1).normal(size=(5001, D)).astype(np.float32)
             with tempfile.TemporaryDirectory() as folder:
                 os.environ["MINARI_DATASETS_PATH"] = folder
-                store_noise(obs, actions, gym.make("LunarLander-v3", max_episode_steps=5))
+                store_noise(obs, actions)
                 more = max(1, 1000 // (n if name == "ensemble" else 10) // (batch // 64))
                 times[cell].append(ours(*commands[name], n, "--batch-size", batch, more=more)(args))
             print(f"round {turn + 1}: {cell}: {times[cell][-1]:.1f} ms", flush=True)
