@@ -82,7 +82,7 @@ def test_report_on_a_small_csv(tmp_path):
         writer.writeheader()
         writer.writerows(rows)
     made = report.tables(tmp_path)
-    names = ("aggregated", "detailed", "differences", "evaluations", "by_tau")
+    names = ("aggregated", "detailed", "differences", "against_box", "evaluations", "by_tau")
     assert set(made) == {f"tabular_{name}" for name in names}
     # one cell of each kind, computed by hand
     chosen = [r for r in rows if (r["env_id"], r["dataset_size"]) == ("RiverSwim", 10)]
@@ -100,6 +100,20 @@ def test_report_on_a_small_csv(tmp_path):
     half = stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3)
     (line,) = [x for x in made["tabular_differences"].splitlines() if x.startswith("| RiverSwim | 10×")]
     assert f"{gain.mean():.1f} ± {half:.1f} ({(gain > 0).sum()} of 3)" in line
+    # against the box in one cell, and how many of the 36 intervals of that table exclude 0
+    here = [r for r in chosen if r["expectile_tau"] == 0.9]
+    box = np.array([r["normalized_return"] for r in here if r["uncertainty_set"] == "box"])
+    ell = np.array([r["normalized_return"] for r in here if (r["uncertainty_set"], r["upsilon"]) == ("ellipsoid", 0.9)])
+    half = stats.t.ppf(0.95, 2) * (ell - box).std(ddof=1) / np.sqrt(3)
+    lines = made["tabular_against_box"].splitlines()
+    (line,) = [x for x in lines if x.startswith("| RiverSwim | 10× | 0.9 ")]
+    assert f"| {(ell - box).mean():.1f} ± {half:.1f} | {100 * (ell.mean() / box.mean() - 1):+.0f} % |" in line
+    clear = 0
+    for x in lines[2:20]:
+        for part in x.split("|")[4:7:2]:
+            mean, half = map(float, part.split("±"))
+            clear += mean - half > 0 or mean + half < 0
+    assert lines[-1] == f"{clear} of these 36 intervals exclude 0. By chance alone about 4 would."
     # the command fills a page, and a second time changes nothing
     (tmp_path / "page.md").write_text("a\n<!-- table: tabular_aggregated -->\nold\n<!-- end -->\nb\n")
     command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
