@@ -44,7 +44,7 @@ class Args:
     cuda: bool = True
     """use a GPU if there is one; on a CPU one thread is used"""
     compile: bool = False
-    """compile the networks; takes half a minute and gains little on a CPU"""
+    """compile the networks: a slow start, and little gain on a CPU"""
     output_dir: str = "runs"
     """folder that receives the run folder"""
     track: bool = False
@@ -320,7 +320,7 @@ class EnsembleCritic(nn.Module):
         for w1, w2, w3, b1, b2, b3 in zip(*layers):  # n critics at a time
             h = self.activate(torch.baddbmm(b1, obs.expand(len(w1), -1, -1), w1))  # [n, B, H]
             h = self.activate(torch.baddbmm(b2, h, w2))  # [n, B, H]
-            w3 = w3.mT.contiguous().mT  # the thin product is four times as fast with A in front
+            w3 = w3.mT.contiguous().mT  # the thin product is faster with A in front
             q.append(torch.baddbmm(b3, h, w3))  # [n, B, A]
         return torch.cat(q)  # [N, B, A]
 

@@ -45,7 +45,7 @@ class Args:
     cuda: bool = True
     """use a GPU if there is one; on a CPU one thread is used"""
     compile: bool = False
-    """compile the networks; takes half a minute and gains little on a CPU"""
+    """compile the networks: a slow start, and little gain on a CPU"""
     output_dir: str = "runs"
     """folder that receives the run folder"""
     track: bool = False
