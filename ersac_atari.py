@@ -384,8 +384,8 @@ class EpinetHeads(nn.Module):
 
 
 class PixelNetwork(nn.Module):
-    """The Nature CNN (Mnih et al., 2015), its features normalised, and the heads that read them, for
-    critic and actor; value is IQL's V(s), behaviour BRAC-BCQ's cloned policy.
+    """The Nature CNN (Mnih et al., 2015), its features normalised, and the heads that read them; value is
+    IQL's V(s), behaviour BRAC-BCQ's cloned policy. The actor reads the convolutions, too.
     forward(obs [B, 4, 84, 84]) -> what the heads return"""
 
     def __init__(self, heads, hidden_dim, num_actions, mean, std):
@@ -395,19 +395,31 @@ class PixelNetwork(nn.Module):
         layers = [nn.Conv2d(4, 32, 8, stride=4), nn.ReLU()]  # [B, 32, 20, 20]
         layers += [nn.Conv2d(32, 64, 4, stride=2), nn.ReLU()]  # [B, 64, 9, 9]
         layers += [nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten()]  # [B, 3136]
-        layers += [nn.Linear(3136, hidden_dim), nn.LayerNorm(hidden_dim), nn.ReLU()]  # [B, H]
         self.cnn = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        self.dense = nn.Sequential(nn.Linear(3136, hidden_dim), nn.LayerNorm(hidden_dim), nn.ReLU())
         self.heads = heads
         self.value = nn.Linear(hidden_dim, 1)
         self.behaviour = nn.Linear(hidden_dim, num_actions)
 
-    def encoder(self, obs):
-        """obs [B, 4, 84, 84] uint8 -> psi [B, H]"""
+    def convolve(self, obs):
+        """obs [B, 4, 84, 84] uint8 -> x [B, 3136]"""
         x = (obs - self.mean) / self.std
         return self.cnn(x.contiguous(memory_format=torch.channels_last))
 
     def forward(self, obs):
-        return self.heads(self.encoder(obs))
+        return self.heads(self.dense(self.convolve(obs)))
+
+
+class Actor(nn.Module):
+    """The policy, on the critic's convolutions. forward(x [B, 3136]) -> logits [B, A]"""
+
+    def __init__(self, hidden_dim, num_actions):
+        super().__init__()
+        hidden = [nn.Linear(3136, hidden_dim), nn.LayerNorm(hidden_dim), nn.ReLU()]
+        self.net = nn.Sequential(*hidden, nn.Linear(hidden_dim, num_actions))
+
+    def forward(self, x):
+        return self.net(x)
 
 
 def critic_loss(q, action, target):
@@ -615,7 +627,7 @@ if __name__ == "__main__":
     fingerprint = [size, action.sum().item(), reward.sum().item(), some.sum().item()]  # of the data
     c = F.normalize(torch.randn(size, args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
-    # ----- networks: critic, target critic, actor with an encoder of its own
+    # ----- networks: critic, target critic, actor on the critic's convolutions
     if star:
         heads = EpinetHeads(args.hidden_dim, A, args.index_dim, args.prior_scale)
     elif ours:
@@ -626,7 +638,7 @@ if __name__ == "__main__":
     std = (some - mean).square().mean().sqrt().clamp(min=1.0)
     critic = PixelNetwork(heads, args.hidden_dim, A, mean, std).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    actor = PixelNetwork(nn.Linear(args.hidden_dim, A), args.hidden_dim, A, mean, std).to(device)
+    actor = Actor(args.hidden_dim, A).to(device)
     learned = [p for p in critic.parameters() if p.requires_grad]
     q_optimizer = torch.optim.Adam(learned, args.q_lr, fused=True)
     policy_optimizer = torch.optim.Adam(actor.parameters(), args.policy_lr, fused=True)
@@ -643,14 +655,18 @@ if __name__ == "__main__":
             return worst_case_ellipsoid(output, pi, args.upsilon)
         return worst_case_box(output, pi)
 
-    def log_policy(obs):
-        """log pi, and for BRAC-BCQ log b, whose filter rules actions out. [B, A], [B, A]"""
-        logits = actor(obs)
+    def log_policy(x):
+        """log pi, and for BRAC-BCQ log b, whose filter rules actions out, from x [B, 3136]. [B, A], [B, A]"""
+        logits = actor(x)
         log_b = None
         if algo == "brac-bcq":
-            log_b = critic.behaviour(critic.encoder(obs)).detach().log_softmax(-1)
+            log_b = critic.behaviour(critic.dense(x)).detach().log_softmax(-1)
             logits = logits.masked_fill(~bcq_filter(log_b, args.bcq_threshold), -1e9)
         return logits.log_softmax(-1), log_b
+
+    def act(obs):
+        """log pi of images, for the evaluation. [B, A]"""
+        return log_policy(critic.convolve(obs))
 
     # ----- run folder: new, or as the checkpoint left it
     method = METHODS[algo]
@@ -709,19 +725,20 @@ if __name__ == "__main__":
             track.log(row, step=row["update"])
     envs = [make_atari_env(dataset) for _ in range(min(args.eval_episodes, 10))]
 
-    # ----- cloned start: the critic then judges a policy that the data know
+    # ----- cloned start, convolutions included: the critic then judges a policy that the data know
     if not cloned:
         print("First the actor becomes a clone of the data; --clone-updates 0 leaves this out.", flush=True)
+        both = [*actor.parameters(), *critic.cnn.parameters()]
+        clone_optimizer = torch.optim.Adam(both, args.policy_lr, fused=True)
         for step in tqdm(range(args.clone_updates), "cloning", unit="update", mininterval=1):
             left = 1 - step / args.clone_updates
-            policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
+            clone_optimizer.param_groups[0]["lr"] = args.policy_lr * left
             batch = torch.randint(size, (args.batch_size,), generator=generator)
-            logits = actor(stack(frames, frame[batch], first[batch]).to(device))  # [B, A]
-            policy_optimizer.zero_grad()
-            F.cross_entropy(logits, action[batch].to(device)).backward()
-            policy_optimizer.step()
-        policy_optimizer = torch.optim.Adam(actor.parameters(), args.policy_lr, fused=True)
-        parts["policy_optimizer"] = policy_optimizer
+            s = stack(frames, frame[batch], first[batch]).to(device)  # [B, 4, 84, 84]
+            clone_optimizer.zero_grad()
+            F.cross_entropy(actor(critic.convolve(s)), action[batch].to(device)).backward()
+            clone_optimizer.step()
+        target_critic.load_state_dict(critic.state_dict())
         cloned = True
         save(0)
 
@@ -742,12 +759,13 @@ if __name__ == "__main__":
 
         # compute target
         with torch.no_grad():
+            x_next = critic.convolve(s_next)  # [B, 3136]
             if algo == "iql":  # no action but the data's is ever asked for
-                y = r + gamma_n * (1 - ended) * critic.value(critic.encoder(s_next))[:, 0]  # [B]
+                y = r + gamma_n * (1 - ended) * critic.value(critic.dense(x_next))[:, 0]  # [B]
                 q_low = worst_case_box(target_critic(s), None)  # [B, A]
                 q_old = q_low.gather(1, a[:, None])[:, 0]  # Q(s, a), [B]
             else:
-                log_pi, log_b = log_policy(s_next)  # [B, A]
+                log_pi, log_b = log_policy(x_next)  # [B, A]
                 pi = log_pi.exp()
                 q_star = worst_case(target_critic(s_next), pi)  # [B, A]
                 y = robust_target(r, ended, pi, log_pi, q_star, args.alpha, gamma_n)  # [B]
@@ -755,7 +773,8 @@ if __name__ == "__main__":
                 y = y - gamma_n * (1 - ended) * args.brac_weight * brac_kl(pi, log_pi, log_b)
 
         # critic update: mean over the batch, sum over the heads; extra is what a baseline adds
-        psi = critic.encoder(s)  # [B, H]
+        x = critic.convolve(s)  # [B, 3136]
+        psi = critic.dense(x)  # [B, H]
         output = critic.heads(psi)  # [N, B, A], or mu [B, A] and sigma_bar [B, A, d_z]
         if star:
             mu, sigma_bar = output
@@ -775,11 +794,12 @@ if __name__ == "__main__":
         q_loss.backward()
         q_optimizer.step()
 
-        # actor update against the updated critic, once the critic has seen the cloned actor
-        log_pi, log_b = log_policy(s)  # [B, A]
+        # actor update against the updated critic, on the convolutions that both have just read
+        x = x.detach()
+        log_pi, log_b = log_policy(x)  # [B, A]
         pi = log_pi.exp()
         with torch.no_grad():
-            psi = critic.encoder(s)  # [B, H]
+            psi = critic.dense(x)  # [B, H]
             output = critic.heads(psi)
             v = critic.value(psi)[:, 0]  # [B]
             q_star = worst_case(output, pi)  # [B, A]
@@ -832,7 +852,7 @@ if __name__ == "__main__":
             row = {"update": update} | {name: value.item() for name, value in row.items()}
             row["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
             few = max(args.eval_episodes // 50, 1)
-            scores = play(log_policy, envs, few, 10**6 * (args.seed + 1), device, args.eval_epsilon)
+            scores = play(act, envs, few, 10**6 * (args.seed + 1), device, args.eval_epsilon)
             row["eval/return"] = scores.mean().item()
             row["eval/distinct_returns"] = len(np.unique(scores))
             rows.append(row)
@@ -848,12 +868,12 @@ if __name__ == "__main__":
     if args.capture_video:
         envs[0] = make_atari_env(dataset, os.path.join(folder, "video"))
     first_seed = 10**6 * (args.seed + 1) + 10**5
-    scores = play(log_policy, envs, args.eval_episodes, first_seed, device, args.eval_epsilon)
+    scores = play(act, envs, args.eval_episodes, first_seed, device, args.eval_epsilon)
     for env in envs:
         env.close()
     with torch.no_grad():
         every = size // 1000 + 1
-        log_pi, _ = log_policy(stack(frames, frame[::every], first[::every]).to(device))
+        log_pi, _ = act(stack(frames, frame[::every], first[::every]).to(device))
     low = dataset.storage.metadata.get("ref_min_score")
     high = dataset.storage.metadata.get("ref_max_score")
     normalized = None

@@ -13,9 +13,21 @@ FAULTS = [
     ("robust_target(r, ended, pi,", "robust_target(r, 0 * ended, pi,", "terminations are ignored"),
     ("p_target.lerp_(p, args.polyak)", "p_target.lerp_(p, 1 - args.polyak)", "Polyak the wrong way round"),
     (
-        "            psi = critic.encoder(s)  # [B, H]\n            output = critic.heads(psi)\n            v",
+        "            psi = critic.dense(x)  # [B, H]\n            output = critic.heads(psi)\n            v",
         "            output = critic.heads(psi)\n            v",
         "the actor reads features from before the critic's step",
+    ),
+    ("        x = x.detach()\n", "", "the actor's loss runs back into the convolutions of the critic's step"),
+    (
+        "        target_critic.load_state_dict(critic.state_dict())\n        cloned = True\n",
+        "        cloned = True\n",
+        "the target critic keeps the convolutions from before the cloning",
+    ),
+    ("both = [*actor.parameters(), *critic.cnn.parameters()]", "both = [*actor.parameters()]", "only the actor clones"),
+    (
+        "log_pi, log_b = log_policy(x_next)",
+        "log_pi, log_b = log_policy(target_critic.convolve(s_next))",
+        "others' eyes",
     ),
     (
         "pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean()",
@@ -23,8 +35,8 @@ FAULTS = [
         "the actor climbs down",
     ),
     (
-        "F.cross_entropy(logits, action[batch].to(device)).backward()",
-        "(-F.cross_entropy(logits, action[batch].to(device))).backward()",
+        "F.cross_entropy(actor(critic.convolve(s)), action[batch].to(device)).backward()",
+        "(-F.cross_entropy(actor(critic.convolve(s)), action[batch].to(device))).backward()",
         "cloning with the wrong sign",
     ),
     ("        if update > args.critic_warmup:\n", "        if True:\n", "no warm-up of the critic"),
