@@ -114,7 +114,7 @@ class Args:
     batch_size: int = 32
     """transitions in a minibatch"""
     hidden_dim: int = 512
-    """width of the last layer of both encoders"""
+    """width of the hidden layers of critic and actor"""
     gamma: float = 0.99
     """discount factor in [0, 1)"""
     n_step: int = 10
@@ -410,7 +410,7 @@ class PixelNetwork(nn.Module):
         return self.heads(self.dense(self.convolve(obs)))
 
 
-class Actor(nn.Module):
+class PixelActor(nn.Module):
     """The policy, on the critic's convolutions. forward(x [B, 3136]) -> logits [B, A]"""
 
     def __init__(self, hidden_dim, num_actions):
@@ -638,7 +638,7 @@ if __name__ == "__main__":
     std = (some - mean).square().mean().sqrt().clamp(min=1.0)
     critic = PixelNetwork(heads, args.hidden_dim, A, mean, std).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    actor = Actor(args.hidden_dim, A).to(device)
+    actor = PixelActor(args.hidden_dim, A).to(device)
     learned = [p for p in critic.parameters() if p.requires_grad]
     q_optimizer = torch.optim.Adam(learned, args.q_lr, fused=True)
     policy_optimizer = torch.optim.Adam(actor.parameters(), args.policy_lr, fused=True)

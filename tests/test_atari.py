@@ -32,9 +32,9 @@ from scipy import stats
 import ersac_atari
 from ersac_atari import (
     METHODS,
-    Actor,
     EnsembleHeads,
     EpinetHeads,
+    PixelActor,
     PixelNetwork,
     bcq_filter,
     brac_kl,
@@ -467,7 +467,7 @@ def close(ours, theirs, start, share, what):
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         way, off = (ours[key].detach() - start[key]).norm(), (ours[key].detach() - value).norm()
-        assert off <= share * way, (what, key, off.item(), way.item(), (ours[key].detach() - value).abs().sort().values[-4:])
+        assert off <= share * way, (what, key, off.item(), way.item())
 
 
 def read_rows(folder):
@@ -475,9 +475,10 @@ def read_rows(folder):
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(f)]
 
 
-VARIANTS = [(algo, {"n_step": n}) for algo in METHODS for n in (1, 3)]
+# a seed with which no gradient is so near to 0 that rounding decides Adam's first steps
+VARIANTS = [(algo, {"n_step": n, "seed": 7}) for algo in METHODS for n in (1, 3)]
 VARIANTS += [
-    ("iql", {"iql_beta": 40.0, "seed": 6}),  # some weights are above 100
+    ("iql", {"iql_beta": 40.0, "seed": 7}),  # some weights are above 100
     ("sac-n", {"clone_updates": 0, "critic_warmup": 0, "anneal_lr": False}),
     ("ersac-ell-epi-star", {"clone_updates": 3, "critic_warmup": 2, "anneal_lr": False}),
 ]
@@ -861,7 +862,7 @@ def test_encoder_is_the_nature_cnn_channels_last():
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in critic.cnn.parameters() if p.dim() == 4)
     obs = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
     assert critic.convolve(obs).shape == (2, 3136) and critic(obs).shape == (3, 2, 6)
-    assert Actor(512, 6)(critic.convolve(obs)).shape == (2, 6)
+    assert PixelActor(512, 6)(critic.convolve(obs)).shape == (2, 6)
 
 
 def test_heads_against_loops_and_where_gradients_go():
@@ -1090,7 +1091,7 @@ def test_video_of_the_final_evaluation_and_a_checkpoint_that_acts(run, games):
     mean, std = checkpoint["critic"]["mean"], checkpoint["critic"]["std"]
     critic = PixelNetwork(torch.nn.Identity(), width, A, mean, std)
     critic.load_state_dict(checkpoint["critic"], strict=False)  # without its heads
-    actor = Actor(width, A)
+    actor = PixelActor(width, A)
     actor.load_state_dict(checkpoint["actor"])
     obs, _ = make_atari_env(minari.load_dataset("test/pong-v0")).reset(seed=0)
     assert actor(critic.convolve(torch.tensor(obs)[None])).shape == (1, 6)
