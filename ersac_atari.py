@@ -655,18 +655,19 @@ if __name__ == "__main__":
             return worst_case_ellipsoid(output, pi, args.upsilon)
         return worst_case_box(output, pi)
 
-    def log_policy(x):
-        """log pi, and for BRAC-BCQ log b, whose filter rules actions out, from x [B, 3136]. [B, A], [B, A]"""
+    def log_policy(x, network):
+        """log pi, and for BRAC-BCQ log b, whose filter rules actions out, from x [B, 3136], the
+        convolutions of critic or target critic. [B, A], [B, A]"""
         logits = actor(x)
         log_b = None
         if algo == "brac-bcq":
-            log_b = critic.behaviour(critic.dense(x)).detach().log_softmax(-1)
+            log_b = network.behaviour(network.dense(x)).detach().log_softmax(-1)
             logits = logits.masked_fill(~bcq_filter(log_b, args.bcq_threshold), -1e9)
         return logits.log_softmax(-1), log_b
 
     def act(obs):
         """log pi of images, for the evaluation. [B, A]"""
-        return log_policy(critic.convolve(obs))
+        return log_policy(critic.convolve(obs), critic)
 
     # ----- run folder: new, or as the checkpoint left it
     method = METHODS[algo]
@@ -759,15 +760,17 @@ if __name__ == "__main__":
 
         # compute target
         with torch.no_grad():
-            x_next = critic.convolve(s_next)  # [B, 3136]
             if algo == "iql":  # no action but the data's is ever asked for
-                y = r + gamma_n * (1 - ended) * critic.value(critic.dense(x_next))[:, 0]  # [B]
+                psi_next = critic.dense(critic.convolve(s_next))  # [B, H]
+                y = r + gamma_n * (1 - ended) * critic.value(psi_next)[:, 0]  # [B]
                 q_low = worst_case_box(target_critic(s), None)  # [B, A]
                 q_old = q_low.gather(1, a[:, None])[:, 0]  # Q(s, a), [B]
             else:
-                log_pi, log_b = log_policy(x_next)  # [B, A]
+                x_next = target_critic.convolve(s_next)  # one pass, for policy and critic, [B, 3136]
+                log_pi, log_b = log_policy(x_next, target_critic)  # [B, A]
                 pi = log_pi.exp()
-                q_star = worst_case(target_critic(s_next), pi)  # [B, A]
+                output = target_critic.heads(target_critic.dense(x_next))
+                q_star = worst_case(output, pi)  # [B, A]
                 y = robust_target(r, ended, pi, log_pi, q_star, args.alpha, gamma_n)  # [B]
             if algo == "brac-bcq":
                 y = y - gamma_n * (1 - ended) * args.brac_weight * brac_kl(pi, log_pi, log_b)
@@ -796,7 +799,7 @@ if __name__ == "__main__":
 
         # actor update against the updated critic, on the convolutions that both have just read
         x = x.detach()
-        log_pi, log_b = log_policy(x)  # [B, A]
+        log_pi, log_b = log_policy(x, critic)  # [B, A]
         pi = log_pi.exp()
         with torch.no_grad():
             psi = critic.dense(x)  # [B, H]

@@ -293,13 +293,13 @@ class Oracle:
         every = own + (prior_scale * prior if self.algo in ENSEMBLES else 0)
         return torch.stack([every[:, k : k + 4] for k in range(0, every.shape[1], 4)])
 
-    def policy(self, x):
-        """pi, log pi and BRAC-BCQ's log b, from the critic's convolutions x. Where pi = 0, log pi is finite and means
-        nothing. [B, A] each"""
+    def policy(self, w, x):
+        """pi, log pi and BRAC-BCQ's log b, from x, the convolutions of network w. Where pi = 0, log pi is finite and
+        means nothing. [B, A] each"""
         logits = linear(self.actor, "net.3", dense(self.actor, "net", x))
         allowed, log_b = torch.ones_like(logits), None
         if self.algo == "brac-bcq":
-            log_b = linear(self.critic, "behaviour", dense(self.critic, "dense", x)).detach().log_softmax(-1)
+            log_b = linear(w, "behaviour", dense(w, "dense", x)).detach().log_softmax(-1)
             b = log_b.exp()
             allowed = (b > self.flags.bcq_threshold * b.max(-1, keepdim=True).values).double()
         log_pi = logits - (allowed * logits.exp()).sum(-1, keepdim=True).log()
@@ -364,7 +364,7 @@ class Oracle:
                 both = self.outputs(self.target, encode(self.target, s))
                 q_old = torch.stack([min(both[0, i, x.a], both[1, i, x.a]) for i, x in enumerate(batch)])
             else:
-                pi, log_pi, log_b = self.policy(convolve(self.critic, s_next))
+                pi, log_pi, log_b = self.policy(self.target, convolve(self.target, s_next))
                 q_star = self.worst(self.outputs(self.target, encode(self.target, s_next)), pi)
                 follow = self.value(pi, log_pi, log_b, q_star)
             y = [x.r + x.bootstrap * follow[i] for i, x in enumerate(batch)]
@@ -395,7 +395,7 @@ class Oracle:
         self.step(self.q_adam, flags.q_lr * left, sum(losses) / B + extra)
 
         # actor: the convolutions from before the critic's step, all else from after it
-        pi, log_pi, log_b = self.policy(seen.detach())
+        pi, log_pi, log_b = self.policy(self.critic, seen.detach())
         with torch.no_grad():
             psi = dense(self.critic, "dense", seen)
             output, v = self.outputs(self.critic, psi), linear(self.critic, "value", psi)[:, 0]
@@ -452,7 +452,7 @@ class Oracle:
                 elif action is None:
                     with torch.no_grad():
                         x = convolve(self.critic, [np.stack(seen[-4:])])
-                        action = self.policy(x)[0][0].argmax().item()
+                        action = self.policy(self.critic, x)[0][0].argmax().item()
                 obs, reward, terminated, truncated, _ = env.step(action)
                 seen.append(obs)
                 total += reward
@@ -542,7 +542,7 @@ def test_three_updates_in_plain_code(run, load, walks, algo, changes):
     folder = load(done.folders[0])
     scores = np.array(oracle.returns(3, 10**6 * (seed + 1) + 10**5, flags["eval_epsilon"]))
     with torch.no_grad():
-        pi, log_pi, _ = oracle.policy(convolve(oracle.critic, [x.s for x in data]))
+        pi, log_pi, _ = oracle.policy(oracle.critic, convolve(oracle.critic, [x.s for x in data]))
     label = f"Ell_{flags['upsilon']:g}-N" if algo == "ersac-ell-n" else METHODS[algo].removeprefix("ERSAC-")
     words = {
         "script": "ersac_atari.py",

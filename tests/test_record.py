@@ -61,3 +61,21 @@ def test_the_script_plays_better_than_chance(game, margin):
     scripted = np.mean([episode(env, game, rng, 0.0, 8)["rewards"].sum() for _ in range(2)])
     chance = np.mean([episode(env, game, rng, 1.0, 1)["rewards"].sum() for _ in range(2)])
     assert scripted > chance + margin
+
+
+def test_in_breakout_the_commonest_action_without_a_ball_is_to_serve():
+    """A greedy clone does what the data do most often; if that were a no-op, no ball would ever come into play."""
+    episode = runpy.run_path(str(ROOT / "docs/benchmark/record_atari.py"))["episode"]
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    gym.register_envs(ale_py)
+    env = gym.make("ALE/Breakout-v5", repeat_action_probability=0.0, frameskip=4, max_episode_steps=100)
+    rng = np.random.default_rng(0)
+    counts = np.zeros(4, int)
+    for _ in range(10):
+        actions = episode(env, "breakout", rng, 0.2, 8)["actions"]
+        env.reset()
+        for action in actions:
+            if env.unwrapped.ale.getRAM()[101] == 0:  # no ball in play
+                counts[action] += 1
+            env.step(int(action))
+    assert counts.argmax() == 1 and counts.sum() >= 10

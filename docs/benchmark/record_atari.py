@@ -45,7 +45,7 @@ class Args:
     hold: int = 8
     """steps for which a random action is held, so that it shows in what follows"""
     seed: int = 0
-    """seed of the policy's random actions and of the no-ops at the start of each episode"""
+    """seed of the policy's random actions and of the start of each episode"""
     max_episode_steps: int | None = None
     """cut episodes after so many steps, in the data and in the recovered environment; None plays to the end"""
     reference_episodes: int = 20
@@ -74,7 +74,8 @@ def pong_action(ram, before, aim):
 
 
 def episode(env, game, rng, random_share, hold):
-    """One episode of the policy after 0 to 30 no-ops, as EpisodeBuffer wants it."""
+    """One episode of the policy, as EpisodeBuffer wants it. It begins with 0 to 30 no-ops; in Breakout with random
+    actions, because a clone of no-ops at the start would never serve."""
     obs, _ = env.reset(seed=int(rng.integers(2**31)))
     record = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
     record["observations"].append(obs)
@@ -88,7 +89,10 @@ def episode(env, game, rng, random_share, hold):
             held, random_action = hold, int(rng.integers(env.action_space.n))
         action = breakout_action(ram) if game == "breakout" else pong_action(ram, before, aim)
         action = random_action if held > 0 else action
-        held, action, wait = max(held - 1, 0), 0 if wait > 0 else action, wait - 1
+        held = max(held - 1, 0)
+        if wait > 0:
+            action = int(rng.integers(env.action_space.n)) if game == "breakout" else 0
+        wait -= 1
         obs, reward, terminated, truncated, _ = env.step(action)
         before, ram, done = ram, env.unwrapped.ale.getRAM(), terminated or truncated
         for name, value in zip(record, (obs, action, reward, terminated, truncated)):

@@ -9,13 +9,22 @@ FAULTS = [
         "the next state is one step away",
     ),
     ("gamma**k * reward[later]", "reward[later]", "n-step rewards are not discounted"),
-    ("q_star = worst_case(target_critic(s_next), pi)", "q_star = worst_case(critic(s_next), pi)", "no target critic"),
+    (
+        "output = target_critic.heads(target_critic.dense(x_next))",
+        "output = critic.heads(critic.dense(x_next))",
+        "no target critic",
+    ),
     ("robust_target(r, ended, pi,", "robust_target(r, 0 * ended, pi,", "terminations are ignored"),
     ("p_target.lerp_(p, args.polyak)", "p_target.lerp_(p, 1 - args.polyak)", "Polyak the wrong way round"),
     (
         "            psi = critic.dense(x)  # [B, H]\n            output = critic.heads(psi)\n            v",
         "            output = critic.heads(psi)\n            v",
         "the actor reads features from before the critic's step",
+    ),
+    (
+        "network.behaviour(network.dense(x))",
+        "critic.behaviour(critic.dense(x))",
+        "the target critic's convolutions, the critic's behaviour policy",
     ),
     ("        x = x.detach()\n", "", "the actor's loss runs back into the convolutions of the critic's step"),
     (
@@ -25,9 +34,9 @@ FAULTS = [
     ),
     ("both = [*actor.parameters(), *critic.cnn.parameters()]", "both = [*actor.parameters()]", "only the actor clones"),
     (
-        "log_pi, log_b = log_policy(x_next)",
-        "log_pi, log_b = log_policy(target_critic.convolve(s_next))",
-        "others' eyes",
+        "log_pi, log_b = log_policy(x_next, target_critic)",
+        "log_pi, log_b = log_policy(critic.convolve(s_next), target_critic)",
+        "the policy at the next state reads the critic's convolutions",
     ),
     (
         "pi_loss = actor_loss(pi, log_pi, q_star, args.alpha).mean()",
