@@ -40,6 +40,8 @@ PAPER_EPI = "ersac_epinet.py --targets shared --head-input features --prior-scal
 PAPER_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
 OWN_EPI = "ersac_epinet.py --targets own --head-input obs --input-scale 3 --prior-scale 3 --noise-scale 0.1"
 OWN_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 10000"
+PIXELS = "ersac_atari.py --clone-updates 4000 --critic-warmup 1000 --total-updates 6000 --n-step 10 --bc-coef 0.3"
+PIXELS += " --eval-episodes 20 --eval-epsilon 0.01 --eval-interval 500"
 METHODS = {
     "SAC-N": f"{PAPER_N} --uncertainty-set box",
     "CH-N": f"{PAPER_N} --uncertainty-set hull",
@@ -57,8 +59,13 @@ METHODS = {
     "BC": "docs/benchmark/clone.py",
     "BC-top": "docs/benchmark/clone.py --top 0.5",
     "CQL": "docs/benchmark/cql.py",
+    "SAC-N-pixels": f"{PIXELS} --algo sac-n",
+    "Ell-Epi*-pixels": f"{PIXELS} --algo ersac-ell-epi-star --upsilon 0.9",
+    "IQL-pixels": f"{PIXELS} --algo iql",
+    "CQL-pixels": f"{PIXELS} --algo cql",
+    "BC-pixels": "docs/benchmark/clone.py --batch-size 32 --lr 3e-4 --eval-episodes 20 --eval-epsilon 0.01",
 }
-BASELINES = ("BC", "BC-top", "CQL")
+BASELINES = ("BC", "BC-top", "CQL", "BC-pixels")
 KEY = ("method", "dataset_id", "seed", "flags")  # what names a run
 COLUMNS = (
     *KEY,
