@@ -123,6 +123,29 @@ def test_report_on_a_small_csv(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
 
 
+def test_report_of_images_on_a_small_csv(tmp_path):
+    """Returns seed by seed, and minus the clone of the same seed; runs with other flags are the ablation's."""
+    columns = "method,dataset_id,seed,flags,eval_return_mean,eval_return_std,best_return,q_star_minus_return,seconds"
+    lines = [
+        columns,
+        *(f"BC-pixels,ersac/pong/mixed-v0,{s},,{x},1,,,60" for s, x in ((100, -10), (101, -6), (102, -8))),
+    ]
+    lines += [f"Ell-Epi*-pixels,ersac/pong/mixed-v0,{s},,{x},1,5,-0.25,120" for s, x in ((102, 2), (100, -1), (101, 1))]
+    lines += ["SAC-N-pixels,ersac/breakout/mixed-v0,100,,30,2,40,0.5,120"]
+    lines += ["Ell-Epi*-pixels,ersac/pong/mixed-v0,100,--n-step 1,-20,1,5,-0.25,120"]
+    (tmp_path / "atari.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "atari_tuning.csv").write_text("\n".join(lines) + "\n")
+    made = report.tables(tmp_path)
+    _, _, clone, ours, other = made["atari_methods"].splitlines()
+    assert clone.startswith("| Pong | BC | -10.0, -6.0, -8.0 | -8.0 ± ") and clone.endswith("|  |  | 1 |")
+    gain = np.array([9.0, 7.0, 10.0])
+    half = stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3)
+    assert ours.startswith("| Pong | Ell-Epi\\* | -1.0, 1.0, 2.0 | 0.7 ± ")
+    assert ours.endswith(f"| {gain.mean():.1f} ± {half:.1f} | 5, 5, 5 | 2 |")
+    assert other == "| Breakout | SAC-N | 30.0 | 30.0 |  | 40 | 2 |"
+    assert made["atari_ablation"].splitlines()[-1] == "| Ell-Epi\\* | `--n-step 1` | 100 | -20.0 ± 1.0 | -0.25 |"
+
+
 def test_report_of_networks_on_a_small_csv(tmp_path):
     """Grid, differences, slices and mixed data: only rows with the grid's arguments count, paired by seed."""
     scores = {  # method, tau, flags: returns of seeds 100, 101, ...
@@ -223,7 +246,6 @@ CUT = {
     "gen_expectile_data.py": "--dataset-size 500 --eval-episodes 2",
     "docs/benchmark/clone.py": "--total-updates 2 --eval-episodes 1 --dataset-size 1000",
     "docs/benchmark/cql.py": "--total-updates 2 --eval-episodes 1 --dataset-size 1000",
-    "docs/benchmark/collect_atari.py": "--out short_pong.csv",  # the figures need the finished runs
     "docs/benchmark/epinet_toy.py": "--seeds 1 --counts 1 3",
     "docs/benchmark/gen_report.py": "--report-only",
     "docs/benchmark/record_atari.py": "--steps 60 --max-episode-steps 30 --reference-episodes 1 --overwrite",

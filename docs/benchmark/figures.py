@@ -45,7 +45,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 class Args:
     only: str | None = None
     """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak, gym_upsilon,
-    schedules, pong, calibration, hedging, targets, budget, growth or valley; None makes them all"""
+    schedules, atari, calibration, hedging, targets, budget, growth or valley; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
@@ -303,26 +303,33 @@ def soak(args):
     fig.savefig(f"{args.out}/soak.png")
 
 
-def pong(args):
-    """Greedy return while learning from recorded Pong, from collect_atari.py."""
-    with open(ROOT / "docs" / "benchmark" / "atari_pong_curves.csv", newline="") as f:
-        rows = [row for row in csv.DictReader(f) if int(row["seed"]) >= 100 and not row["lacking"]]
-    with open(ROOT / "docs" / "benchmark" / "atari_pong.csv", newline="") as f:
-        scale = [row for row in csv.DictReader(f) if row["reference_return"]][0]
-    fig, ax = plt.subplots(figsize=(6, 3.2))
-    algos = list(dict.fromkeys(row["algo"] for row in rows))
-    for algo, seed in dict.fromkeys((row["algo"], row["seed"]) for row in rows):
-        run = [row for row in rows if (row["algo"], row["seed"]) == (algo, seed)]
-        x, y = zip(*sorted((int(row["update"]), float(row["eval/return"])) for row in run))
-        colour = (BLUE, ORANGE, GREEN, PURPLE, GREY, "black", "#56B4E9")[algos.index(algo)]
-        ax.plot(x, y, "o-", ms=3, lw=1.3, color=colour, label=f"{algo}, seed {seed}")
-    low, high = float(scale["random_return"]), float(scale["reference_return"])
-    for level, name in ((low, "random play"), (high, "the recorded policy"), (21, "the most that can be had")):
-        ax.axhline(level, color=GREY, lw=0.8, ls=":")
-        ax.annotate(name, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
-    ax.set(xlabel="updates after cloning", ylabel="return, two episodes", ylim=(-23, 24))
-    ax.legend(fontsize=7)
-    fig.savefig(f"{args.out}/atari_pong.png")
+def atari(args):
+    """Greedy return while learning from recorded images: every seed, a panel per method, and the clone's mean."""
+    runs = load(ROOT / "docs" / "benchmark" / "atari.csv")
+    with open(ROOT / "docs" / "benchmark" / "atari_curves.csv", newline="") as f:
+        curves = list(csv.DictReader(f))
+    game = runs[0]["dataset_id"]  # the first game of the sweep is the one with all seeds
+    runs = [r for r in runs if r["dataset_id"] == game and not r["flags"]]
+    methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m != "BC-pixels"]
+    clone = np.mean([r["eval_return_mean"] for r in runs if r["method"] == "BC-pixels"])
+    fig, axes = plt.subplots(1, len(methods), figsize=(2.6 * len(methods), 2.8), sharey=True, squeeze=False)
+    for ax, method in zip(axes[0], methods):
+        seeds = sorted({r["seed"] for r in runs if r["method"] == method})
+        for seed, colour in zip(seeds, (BLUE, ORANGE, GREEN)):
+            mine = [r for r in curves if r["method"] == method and r["seed"] == str(seed) and not r["flags"]]
+            mine = [r for r in mine if r["dataset_id"] == game]
+            x = [int(r["update"]) for r in mine]
+            y = [float(r["eval/return"]) for r in mine]
+            ax.plot(x, y, "o-", ms=2.5, lw=1.1, color=colour, label=f"seed {seed}")
+            (last,) = [r["eval_return_mean"] for r in runs if r["method"] == method and r["seed"] == seed]
+            ax.plot([x[-1] * 1.07], [last], "D", ms=5, color=colour)
+        for level, name in ((clone, "clone"), (runs[0]["random_return"], "random play")):
+            ax.axhline(level, color=GREY, lw=0.8, ls=":")
+            ax.annotate(name, (0, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)
+        ax.set(xlabel="updates after cloning", title=method.removesuffix("-pixels"))
+    axes[0, 0].set_ylabel("return")
+    axes[0, 0].legend(fontsize=7)
+    fig.savefig(f"{args.out}/atari.png")
 
 
 def gym(args):
@@ -612,7 +619,7 @@ def growth(args):
 
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
 FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
-FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "pong": pong}
+FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "atari": atari}
 FIGURES |= {"calibration": calibration, "hedging": hedging, "targets": targets, "budget": budget, "growth": growth}
 FIGURES |= {"valley": valley}
 if __name__ == "__main__":

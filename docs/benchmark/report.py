@@ -555,30 +555,40 @@ def soak(rows, parts):
     return markdown(["minutes", "resident memory, MB", "updates so far", "updates per second of processor time"], table)
 
 
-def atari_runs(rows, methods, tuning):
-    """Pong, recorded by the scripted policy: every run, in the order they were made; tuning is on seeds below 100."""
-    table = []
+def atari_game(row):
+    """The game of a run on images, by its data set."""
+    return row["dataset_id"].split("/")[1].capitalize()
+
+
+def atari_methods(rows):
+    """Runs on images: last policies seed by seed, and minus the clone of the same seed."""
+    rows = [r for r in rows if not r["flags"]]
+    lines = []
+    for game, method in dict.fromkeys((atari_game(r), r["method"]) for r in rows):
+        here = [r for r in rows if atari_game(r) == game]
+        clone = {r["seed"]: r["eval_return_mean"] for r in here if r["method"] == "BC-pixels"}
+        runs = sorted((r for r in here if r["method"] == method), key=lambda r: r["seed"])
+        returns = np.array([r["eval_return_mean"] for r in runs])
+        gain = np.array([r["eval_return_mean"] - clone[r["seed"]] for r in runs if r["seed"] in clone])
+        line = [game, method.removesuffix("-pixels").replace("*", "\\*")]
+        line += [", ".join(f"{x:.1f}" for x in returns), interval(returns, 1)]
+        line.append(interval(gain, 1) if method != "BC-pixels" and len(gain) else "")
+        line.append("" if method == "BC-pixels" else ", ".join(f"{r['best_return']:.0f}" for r in runs))
+        lines.append([*line, f"{np.mean([r['seconds'] for r in runs]) / 60:.0f}"])
+    header = ["game", "method", "seed by seed from 100 on", "mean", "minus the clone, paired", "best during training"]
+    return markdown([*header, "minutes"], lines)
+
+
+def atari_ablation(rows):
+    """Pong on a tuning seed: the default, and one change at a time."""
+    lines = []
     for row in rows:
-        if (row["seed"] < 100) == tuning:
-            flags = f"`{row['flags']}`" + (f", script without {row['lacking']}" if row["lacking"] else "")
-            updates = f"{row['updates']}" if row["finished"] else f"{row['updates']}, stopped"
-            cells = [methods[row["algo"]], row["seed"], flags, updates, row["first_return"], row["best_return"]]
-            if row["finished"]:
-                cells.append(f"{row['eval_return_mean']:.1f} ± {row['eval_return_std']:.1f}")
-                cells += [f"{row['normalized_return']:.0f}", row["eval_episodes"], row["eval_distinct_returns"]]
-                cells.append(f"{row['updates'] / row['updates_per_second'] / 60:.0f}")
-            table.append(cells + [""] * (11 - len(cells)))
-    header = ["method", "seed", "arguments", "updates", "first evaluation", "best evaluation", "last policy ± std"]
-    return markdown([*header, "normalised", "episodes", "distinct returns", "minutes"], table)
-
-
-def atari_curves(rows, methods):
-    """Greedy return during the reported runs, two episodes per cell, so that the last column is not the result."""
-    runs = {(r["algo"], r["seed"]): [] for r in rows if r["seed"] >= 100 and not r["lacking"]}
-    for row in sorted(rows, key=lambda row: row["update"]):
-        if (row["algo"], row["seed"]) in runs:
-            runs[row["algo"], row["seed"]].append(f"{row['update']}: {row['eval/return']:.1f}")
-    return markdown(["method", "seed", "update: return"], [[methods[a], s, ", ".join(x)] for (a, s), x in runs.items()])
+        made = [row["method"].removesuffix("-pixels").replace("*", "\\*")]
+        made.append(f"`{row['flags']}`" if row["flags"] else "" if row["method"] == "BC-pixels" else "nothing")
+        made += [row["seed"], f"{row['eval_return_mean']:.1f} ± {row['eval_return_std']:.1f}"]
+        made.append("" if row["q_star_minus_return"] == "" else f"{row['q_star_minus_return']:.2f}")
+        lines.append(made)
+    return markdown(["method", "changed", "seed", "return ± std over episodes", "q\\* minus return"], lines)
 
 
 def atari_speed(rows, methods):
@@ -800,11 +810,12 @@ def tables(folder):
     methods |= {"ersac-ell-epi-star": "ERSAC-Ell-Epi*", "cql": "CQL", "iql": "IQL", "brac-bcq": "BRAC-BCQ"}
     if (folder / "gen_policies.csv").exists():
         made |= gen_report.all_tables()
-    pong, atari_timed = load(folder / "atari_pong.csv"), load(folder / "speed_atari.csv")
-    if pong:
-        made["atari_pong"] = atari_runs(pong, methods, tuning=False)
-        made["atari_tuning"] = atari_runs(pong, methods, tuning=True)
-        made["atari_curves"] = atari_curves(load(folder / "atari_pong_curves.csv"), methods)
+    atari, atari_tuning = load(folder / "atari.csv"), load(folder / "atari_tuning.csv")
+    if atari:
+        made["atari_methods"] = atari_methods(atari)
+    if atari_tuning:
+        made["atari_ablation"] = atari_ablation(atari_tuning)
+    atari_timed = load(folder / "speed_atari.csv")
     if atari_timed:
         made["atari_speed"] = atari_speed(atari_timed, methods)
     if (folder / "paper_atari.csv").exists():
