@@ -41,7 +41,7 @@ PAPER_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
 OWN_EPI = "ersac_epinet.py --targets own --head-input obs --input-scale 3 --prior-scale 3 --noise-scale 0.1"
 OWN_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 10000"
 PIXELS = "ersac_atari.py --clone-updates 4000 --critic-warmup 1000 --total-updates 6000 --n-step 10 --bc-coef 0.3"
-PIXELS += " --eval-episodes 20 --eval-epsilon 0.01 --eval-interval 500"
+PIXELS += " --eval-episodes 20 --eval-epsilon 0.01 --eval-interval 1000"
 METHODS = {
     "SAC-N": f"{PAPER_N} --uncertainty-set box",
     "CH-N": f"{PAPER_N} --uncertainty-set hull",
