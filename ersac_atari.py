@@ -182,7 +182,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
+    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -423,8 +423,8 @@ class PixelActor(nn.Module):
 
 
 def critic_loss(q, action, target):
-    """Squared errors of all critics against one target [B] or their own [N, B]; a mean over B and a
-    sum over N make the loss. [N, B]"""
+    """Squared errors of all critics against one target [B] or their own [N, B]; the caller
+    averages over B and sums over N. [N, B]"""
     return (q[:, torch.arange(len(action), device=q.device), action] - target).square()
 
 
@@ -439,7 +439,7 @@ def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
 
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def worst_case_box(q, pi):
-    """Box: every action at its lowest sample. With it, ERSAC is SAC-N (Proposition 3.1). [B, A]"""
+    """Box: every action at its lowest sample; with shared targets SAC-N (Proposition 3.1). [B, A]"""
     return q.amin(0)
 
 
@@ -451,13 +451,13 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # relative to sample 0, so that identical ones give exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]. [B, M]"""
+    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N, deviations d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -472,7 +472,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is 7.000000000000001, whose ceiling would be 8
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -586,7 +586,7 @@ if __name__ == "__main__":
     star = algo == "ersac-ell-epi-star"
     ours = star or algo in ("sac-n", "ersac-ch-n", "ersac-ell-n")
 
-    # ----- arguments: the mistakes that people make
+    # ----- check the arguments
     if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
         sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
     if not 0 < args.upsilon <= 1:
@@ -820,7 +820,7 @@ if __name__ == "__main__":
             policy_optimizer.step()
 
         # update target critic
-        with torch.no_grad():  # else the targets would drag a growing graph behind them
+        with torch.no_grad():  # otherwise autograd would record every update
             for p_target, p in zip(target_critic.parameters(), critic.parameters()):
                 p_target.lerp_(p, args.polyak)
 

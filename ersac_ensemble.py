@@ -76,7 +76,7 @@ class Args:
     targets: Literal["own", "shared"] = "own"
     """own: every critic bootstraps from itself; shared: the paper's one robust target for all"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
-    """set over the critics' Q-vectors: box (this is SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
+    """set over the critics' Q-vectors: box (with shared targets SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
     """share of the critics that the ellipsoid covers, in (0, 1]; box and hull do not use it"""
     num_critics: int = 10
@@ -84,9 +84,9 @@ class Args:
     edac_eta: float = 0.0
     """weight of the ensemble-similarity term; above 0 the method is EDAC"""
     bootstrap: bool = False
-    """weigh every transition, for every critic, by a fixed Poisson(1) draw: a bootstrap resample"""
+    """give each critic its own bootstrap: a fixed Poisson(1) weight per transition"""
     prior_scale: float = 10.0
-    """add this much of a frozen random network to every critic; 0, no prior, is the paper's form"""
+    """factor on the frozen random network added to each critic; 0 (the paper's form) is no prior"""
     input_scale: float = 3.0
     """factor on the observation that critics and priors read; 1 is the paper's form"""
     layer_norm: bool = True
@@ -165,7 +165,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
+    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -320,7 +320,7 @@ class EnsembleCritic(nn.Module):
         for w1, w2, w3, b1, b2, b3 in zip(*layers):  # n critics at a time
             h = self.activate(torch.baddbmm(b1, obs.expand(len(w1), -1, -1), w1))  # [n, B, H]
             h = self.activate(torch.baddbmm(b2, h, w2))  # [n, B, H]
-            w3 = w3.mT.contiguous().mT  # the thin product is faster with A in front
+            w3 = w3.mT.contiguous().mT  # stored transposed: faster for few actions
             q.append(torch.baddbmm(b3, h, w3))  # [n, B, A]
         return torch.cat(q)  # [N, B, A]
 
@@ -329,8 +329,8 @@ class EnsembleCritic(nn.Module):
 
 
 def critic_loss(q, action, target):
-    """Squared errors of all critics against one target [B] or their own [N, B]; a mean over B and a
-    sum over N make the loss. [N, B]"""
+    """Squared errors of all critics against one target [B] or their own [N, B]; the caller
+    averages over B and sums over N. [N, B]"""
     return (q[:, torch.arange(len(action), device=q.device), action] - target).square()
 
 
@@ -345,7 +345,7 @@ def ensemble_similarity(q, action):
 
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def worst_case_box(q, pi):
-    """Box: every action at its lowest sample. With it, ERSAC is SAC-N (Proposition 3.1). [B, A]"""
+    """Box: every action at its lowest sample; with shared targets SAC-N (Proposition 3.1). [B, A]"""
     return q.amin(0)
 
 
@@ -357,13 +357,13 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # relative to sample 0, so that identical ones give exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]. [B, M]"""
+    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N, deviations d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -378,7 +378,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is 7.000000000000001, whose ceiling would be 8
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -457,7 +457,7 @@ if __name__ == "__main__":
     if args.resume:
         checkpoint, args = load_checkpoint(args, script)
 
-    # ----- arguments: the mistakes that people make
+    # ----- check the arguments
     if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
         sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
     if not 0 < args.upsilon <= 1:
@@ -504,7 +504,7 @@ if __name__ == "__main__":
     reward_scale = 1.0
     if args.return_scale:
         seen = returns[returns.isfinite()]
-        if len(seen) == 0:  # no episode ended: as if the rewards went on
+        if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
             seen = reward / (1 - args.gamma)
         reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
     reward = reward * reward_scale
@@ -535,7 +535,7 @@ if __name__ == "__main__":
         parts["prior"] = prior
 
     def q_values(network, obs, prior_q):
-        """Q-vectors of all critics, with their frozen priors if they have any. [N, B, A]"""
+        """Q-vectors of all critics, plus their frozen priors (prior_q, already scaled, or 0). [N, B, A]"""
         return network(args.input_scale * obs) + prior_q
 
     def worst_case(q, pi):
@@ -611,7 +611,7 @@ if __name__ == "__main__":
             track.log(row, step=row["update"])
     env = make_eval_env(dataset)
 
-    # the frozen priors of the data's own states are computed once: no update runs them
+    # priors are frozen: evaluate them once on all states of the data
     prior_q = prior_q_next = 0.0
     if args.prior_scale > 0:
         blocks = [prior(args.input_scale * x).transpose(0, 1) for x in obs.split(1000)]
@@ -670,7 +670,7 @@ if __name__ == "__main__":
         policy_optimizer.step()
 
         # update target critics
-        with torch.no_grad():  # else the targets would drag a growing graph behind them
+        with torch.no_grad():  # otherwise autograd would record every update
             for p_target, p in zip(target_critic.parameters(), critic.parameters()):
                 p_target.lerp_(p, args.polyak)
 
@@ -761,7 +761,7 @@ if __name__ == "__main__":
         scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
         print(f"normalized return {normalized:.1f} ({scale})")
     gap = rows[-1]["charts/q_star_minus_return"]
-    if args.return_scale and gap > 1.5 * args.return_scale:  # no good run of ours is so far above
+    if args.return_scale and gap > 1.5 * args.return_scale:  # above every good run of our grid
         print(f"warning: even the worst case is far above the returns (q_star_minus_return {gap:.1f}):")
         print("the critic is optimistic on its own data, and the policy is likely to be poor.")
     print(f"run folder: {folder}")

@@ -3,7 +3,7 @@
 
 One critic network carries a mean and, through an epistemic index z, its own uncertainty; the
 ellipsoid over Q-vectors comes from them without an ensemble. The actor learns offline from the
-worst case in that set; every z bootstraps from itself, or (the paper) all from that worst case:
+worst case in that set; with own targets each z bootstraps from itself; in the paper all share the worst case:
 
     python ersac_epinet.py --env-id LunarLander-v3 --upsilon 0.9
 """
@@ -85,15 +85,15 @@ class Args:
     index_dim: int = 16
     """d_z, the dimension of the index z"""
     num_index_samples: int = 100
-    """N, the indices drawn for the sampled set and loss of ell-epi"""
+    """N, the number of sampled z per update (ell-epi only)"""
     head_input: Literal["obs", "features"] = "obs"
     """what the stochastic heads read: the observation, or (the paper) the features of the mean"""
     input_scale: float = 3.0
-    """factor on the observation that the heads read: how fast the prior varies, and its size"""
+    """factor on the observation before the heads (obs only): how fast the prior varies, and its size"""
     prior_scale: float = 3.0
-    """factor on the frozen prior head: the uncertainty where there are no data"""
+    """factor on the frozen prior head, which is the uncertainty where there are no data"""
     noise_scale: float = 0.1
-    """size of the noise that a transition adds to its target along its fixed direction c"""
+    """scale of the fixed noise <c, z> of a transition's target: a std of noise_scale / sqrt(visits)"""
     lambda_mu: float = 0.0
     """weight decay of the base network"""
     lambda_sigma: float = 0.0
@@ -174,7 +174,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder; a resumed run continues it. No W&B never stops a run."""
+    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -335,7 +335,7 @@ class EpinetCritic(nn.Module):
         sizes = [hidden_dim, 50] if head_input == "features" else [obs_dim, 2 * hidden_dim, 2 * hidden_dim]
         self.learnable = self.make_head(sizes)
         self.prior = self.make_head(sizes).requires_grad_(False)
-        if head_input == "obs":  # He's weights, random biases: as large as its input
+        if head_input == "obs":  # He initialisation: |sigma_P(x, a)| is about the root mean square of x
             for layer in self.prior[::2]:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
                 nn.init.normal_(layer.bias, std=0.3)
@@ -349,7 +349,7 @@ class EpinetCritic(nn.Module):
         return nn.Sequential(*layers, nn.Linear(sizes[-1], math.prod(self.shape)))
 
     def forward(self, obs, prior=None):
-        """prior: sigma_P of these observations, if it has been computed before"""
+        """prior: sigma_P of these observations, unscaled, if computed before"""
         psi = self.base(obs)  # [B, H]
         x = self.input_scale * obs if self.head_input == "obs" else psi.detach()  # [B, X]
         if prior is None:
@@ -374,13 +374,13 @@ def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # identical samples: exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # relative to sample 0, so that identical ones give exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """x' Sigma^-1 x of the points x [B, A, M], where Sigma = d d' / N for deviations d [B, A, N]. [B, M]"""
+    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N, deviations d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -395,7 +395,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is above 7 in floating point
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is 7.000000000000001, whose ceiling would be 8
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -494,7 +494,7 @@ if __name__ == "__main__":
         checkpoint, args = load_checkpoint(args, script)
     star = args.method == "ell-epi-star"
 
-    # ----- arguments: the mistakes that people make
+    # ----- check the arguments
     if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
         sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
     if not 0 < args.upsilon <= 1:
@@ -542,12 +542,12 @@ if __name__ == "__main__":
     reward_scale = 1.0
     if args.return_scale:
         seen = returns[returns.isfinite()]
-        if len(seen) == 0:  # no episode ended: as if the rewards went on
+        if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
             seen = reward / (1 - args.gamma)
         reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
     reward = reward * reward_scale
     returns = returns * reward_scale
-    # a fixed direction per transition, drawn first of all, so that a resumed run has the same ones
+    # a fixed direction per transition, drawn right after the seed and not saved: a resumed run draws the same ones
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor, entropy coefficient
@@ -642,7 +642,7 @@ if __name__ == "__main__":
             track.log(row, step=row["update"])
     env = make_eval_env(dataset)
 
-    # a frozen prior that reads observations, the same in both critics: once for the data's states
+    # with --head-input obs the prior is a fixed function of the state: evaluated once on all data
     prior = prior_next = None
     if args.head_input == "obs":
         all_prior = torch.cat([critic.prior(args.input_scale * x) for x in obs.split(1000)])
@@ -708,7 +708,7 @@ if __name__ == "__main__":
         policy_optimizer.step()
 
         # update target critic
-        with torch.no_grad():  # else the targets would drag a growing graph behind them
+        with torch.no_grad():  # otherwise autograd would record every update
             for p_target, p in zip(target_critic.parameters(), critic.parameters()):
                 p_target.lerp_(p, args.polyak)
 
@@ -800,7 +800,7 @@ if __name__ == "__main__":
         scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
         print(f"normalized return {normalized:.1f} ({scale})")
     gap = rows[-1]["charts/q_star_minus_return"]
-    if args.return_scale and gap > 1.5 * args.return_scale:  # no good run of ours is so far above
+    if args.return_scale and gap > 1.5 * args.return_scale:  # above every good run of our grid
         print(f"warning: even the worst case is far above the returns (q_star_minus_return {gap:.1f}):")
         print("the critic is optimistic on its own data, and the policy is likely to be poor.")
     print(f"run folder: {folder}")
