@@ -248,10 +248,13 @@ CUT = {
     "docs/benchmark/cql.py": "--total-updates 2 --eval-episodes 1 --dataset-size 1000",
     "docs/benchmark/epinet_toy.py": "--seeds 1 --counts 1 3",
     "docs/benchmark/gen_report.py": "--report-only",
+    "docs/benchmark/hover.py": "--seeds 1 --start-steps 4096",
     "docs/benchmark/record_atari.py": "--steps 60 --max-episode-steps 30 --reference-episodes 1 --overwrite",
     "docs/benchmark/soak.py": "--minutes 0.3 --interval 3 --out short.csv",  # the figures need the long one
     "docs/benchmark/speed.py": "--rounds 1 --updates 1 --transitions 256",
-    "docs/benchmark/sweep.py": "--envs CartPole-v1 --sizes 1000 --taus 0.5 --early-fraction 0 --methods BC --seeds 100",
+    "docs/benchmark/sweep.py": "--envs CartPole-v1 --sizes 1000 --taus 0.5 --early-fraction 0 --methods BC --seeds 100"
+    " --datasets",  # with no name: those of the environments
+    "docs/benchmark/tabular.py": "--num-seeds 0",  # what is missing takes hours
 }
 TRAINING = "--start-steps 4096 --finish-steps 4096 --floor -100000"  # where a command trains policies anew
 

@@ -20,13 +20,15 @@ import tyro
 from minari.storage import get_dataset_path
 
 ROOT = Path(__file__).resolve().parents[2]
-UNFINISHED = "--start-steps 120000 --finish-steps 4096 --floor -10000 --dataset-size 10000"
+UNFINISHED = "--finish-steps 4096 --floor -10000 --dataset-size 10000"
 
 
 @dataclass
 class Args:
     seeds: list[int] = field(default_factory=lambda: [1])
     """--dataset-seed of each draw"""
+    start_steps: int = 120_000
+    """steps of training after which the policy is stopped"""
 
 
 if __name__ == "__main__":
@@ -39,6 +41,7 @@ if __name__ == "__main__":
                 print(f"{dataset_id} exists and is left alone.")
                 continue
             command = [sys.executable, str(ROOT / "gen_expectile_data.py"), *UNFINISHED.split()]
+            command += ["--start-steps", str(args.start_steps)]
             command += ["--dataset-seed", str(seed), "--policy-dir", f"{folder}/policies", "--output-dir", folder]
             subprocess.run(command, env=os.environ | {"MINARI_DATASETS_PATH": folder}, check=True)
             (made,) = [path for path in Path(folder).glob("ersac/lunarlander/*") if path.is_dir()]
