@@ -146,6 +146,27 @@ def test_report_of_images_on_a_small_csv(tmp_path):
     assert made["atari_ablation"].splitlines()[-1] == "| Ell-Epi\\* | `--n-step 1` | 100 | -20.0 ± 1.0 | -0.25 |"
 
 
+def test_report_of_shapes_on_a_small_csv(tmp_path):
+    """The ellipsoid minus the box, paired by seed; a seed that one of them lacks, and other flags, do not count."""
+    columns = "method,env_id,dataset_size,expectile_tau,early_fraction,seed,flags,dataset_id,normalized_return"
+    lines = [columns]
+    for method, seed, flags, score in (
+        ("Box-N-own", 100, "", 80),
+        ("Box-N-own", 101, "", 90),
+        ("Box-N-own", 102, "", 70),
+        ("Ell_0.9-N-own", 100, "", 84),
+        ("Ell_0.9-N-own", 101, "", 96),
+        ("Ell_0.9-N-own", 103, "", 10),
+        ("Ell_0.9-N-own", 102, "--prior-scale 30", 10),
+    ):
+        lines.append(f"{method},LunarLander-v3,1000,0.5,0.0,{seed},{flags},ersac/x/y-v0,{score}")
+    (tmp_path / "grid.csv").write_text("\n".join(lines) + "\n")
+    table = report.tables(tmp_path)["grid_shapes"].splitlines()
+    half = stats.t.ppf(0.95, 1) * np.std([4, 6], ddof=1) / np.sqrt(2)
+    assert table[2] == f"| LunarLander-v3 | 1,000 | 0.5 | 80, 90 | 85 | 5.0 ± {half:.1f} (2 of 2) |"
+    assert table[-1] == "0 of these 1 intervals exclude 0."
+
+
 def test_report_of_networks_on_a_small_csv(tmp_path):
     """Grid, differences, slices and mixed data: only rows with the grid's arguments count, paired by seed."""
     scores = {  # method, tau, flags: returns of seeds 100, 101, ...

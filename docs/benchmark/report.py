@@ -699,6 +699,24 @@ def grid_against(rows, method):
     return compared(["environment", "transitions", "τ", "lowest seed", *(f"− {peer}" for peer in PEERS)], lines)
 
 
+def grid_shapes(rows):
+    """Ten critics, own targets: the ellipsoid minus the box on the same data, with nothing else changed."""
+    rows = [r for r in rows if not r["flags"]]
+    lines = []
+    for cell in grid_cells(rows):
+        here = [r for r in rows if grid_cell(r) == cell]
+        box = {r["seed"]: r["normalized_return"] for r in here if r["method"] == "Box-N-own"}
+        ell = {r["seed"]: r["normalized_return"] for r in here if r["method"] == "Ell_0.9-N-own" and r["seed"] in box}
+        if not ell:
+            continue
+        d = np.array([ell[s] - box[s] for s in sorted(ell)])
+        scores = ", ".join(f"{box[s]:.0f}" for s in sorted(ell))
+        mean = f"{np.mean([box[s] for s in ell]):.0f}"
+        lines.append([*cell, scores, mean, f"{interval(d, 1)} ({(d > 0).sum()} of {len(d)})"])
+    header = ["environment", "transitions", "τ", "box, seed by seed from 100 on", "box, mean", "ellipsoid − box"]
+    return compared(header, lines)
+
+
 def grid_tuning(rows):
     """Every setting tried on the tuning cells, seed by seed from 0 on: the mean over the cells, and how many runs."""
     cells = ["tau50-1k", "tau50-10k", "tau50-early50-100k", "hovering-10k"]
@@ -785,6 +803,7 @@ def tables(folder):
             made["grid_ablation"] = grid_ablation(grid)
         made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
         made["grid_ensemble"] = grid_against(grid, "Ell_0.9-N-own")
+        made["grid_shapes"] = grid_shapes(grid)
         made["grid_earlier"] = grid_earlier(grid)
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
