@@ -39,7 +39,7 @@ def noticed(folder, script, old, new):
     mutant = folder / f"{script}.py"
     mutant.write_text(mutant.read_text().replace(old, new))
     tests = f"tests/test_{script.removeprefix('ersac_').removesuffix('_expectile_data')}.py"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
