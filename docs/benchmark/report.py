@@ -645,7 +645,7 @@ def grid_networks(rows):
 def grid_front(rows):
     """The front page: LunarLander, neutral data, own targets against the paper's form and cloning."""
     names = {"Ell-Epi*-own": "Epinet, own targets", "Ell-Epi*": "Epinet, the paper's form"}
-    names |= {"BC": "cloning", "BC-top": "cloning the better half"}
+    names |= {"BC": "cloning", "BC-top": "cloning the better half", "CQL": "CQL (d3rlpy)"}
     rows = [r for r in rows if not r["flags"] and grid_cell(r)[0] == "LunarLander-v3" and grid_cell(r)[2] == 0.5]
     lines = []
     for cell in grid_cells(rows):
