@@ -315,7 +315,8 @@ def images(args):
     heads_of = dict.fromkeys(("sac-n", "ersac-ch-n", "ersac-ell-n"), 100) | {"ersac-ell-epi-star": 1}
     heads_of |= dict.fromkeys(("cql", "iql", "brac-bcq"), 2)
     cells = [(algo, batch, heads) for batch in (32, 256) for algo, heads in heads_of.items()]
-    cells += [(algo, 256, 1) for algo, heads in heads_of.items() if heads == 100]
+    cells += [(algo, 32, 1) for algo, heads in heads_of.items() if heads == 100]
+    cells.sort(key=lambda cell: (cell[1], cell[0]))  # what is compared is timed soon after each other
     speeds = {cell: [] for cell in cells}
 
     flags = ("--clone-updates", 0, "--critic-warmup", 0)
@@ -327,8 +328,12 @@ def images(args):
             print(
                 f"round {turn + 1}: {algo}, batch {batch}, heads {heads}: {speeds[cell][-1]:.2f} per second", flush=True
             )
-    rows = [["algo", "batch_size", "heads", "updates_per_second"]]
-    return rows + [[*cell, round(float(np.median(measured)), 3)] for cell, measured in speeds.items()]
+    rows = [["algo", "batch_size", "heads", "updates_per_second", "scatter_percent"]]
+    for cell, measured in speeds.items():
+        median = float(np.median(measured))
+        scatter = 100 * float(np.std(measured)) / median  # of single measurements; the median's is smaller
+        rows.append([*cell, round(median, 3), round(scatter, 1)])
+    return rows
 
 
 KINDS = {  # of operations, by the beginning of torch's name
