@@ -182,7 +182,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
+    """A W&B run, continued by a resumed run. If W&B is unavailable, training goes on without it."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -451,13 +451,13 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # relative to sample 0, so that identical ones give exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # equal samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N, deviations d [B, A, N]. [B, M]"""
+    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N for d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -472,7 +472,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is 7.000000000000001, whose ceiling would be 8
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -766,7 +766,7 @@ if __name__ == "__main__":
                 q_low = worst_case_box(target_critic(s), None)  # [B, A]
                 q_old = q_low.gather(1, a[:, None])[:, 0]  # Q(s, a), [B]
             else:
-                x_next = target_critic.convolve(s_next)  # one pass, for policy and critic, [B, 3136]
+                x_next = target_critic.convolve(s_next)  # for policy and critic, [B, 3136]
                 log_pi, log_b = log_policy(x_next, target_critic)  # [B, A]
                 pi = log_pi.exp()
                 output = target_critic.heads(target_critic.dense(x_next))

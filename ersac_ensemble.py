@@ -76,7 +76,7 @@ class Args:
     targets: Literal["own", "shared"] = "own"
     """own: every critic bootstraps from itself; shared: the paper's one robust target for all"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
-    """set over the critics' Q-vectors: box (with shared targets SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
+    """set over the critics' Q-vectors: box (shared targets: SAC-N), hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
     """share of the critics that the ellipsoid covers, in (0, 1]; box and hull do not use it"""
     num_critics: int = 10
@@ -165,7 +165,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
+    """A W&B run, continued by a resumed run. If W&B is unavailable, training goes on without it."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -357,13 +357,13 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # relative to sample 0, so that identical ones give exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # equal samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N, deviations d [B, A, N]. [B, M]"""
+    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N for d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -378,7 +378,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is 7.000000000000001, whose ceiling would be 8
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -535,7 +535,7 @@ if __name__ == "__main__":
         parts["prior"] = prior
 
     def q_values(network, obs, prior_q):
-        """Q-vectors of all critics, plus their frozen priors (prior_q, already scaled, or 0). [N, B, A]"""
+        """Q-vectors of all critics, plus their frozen priors (prior_q, scaled, or 0). [N, B, A]"""
         return network(args.input_scale * obs) + prior_q
 
     def worst_case(q, pi):

@@ -174,7 +174,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
+    """A W&B run, continued by a resumed run. If W&B is unavailable, training goes on without it."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -335,7 +335,7 @@ class EpinetCritic(nn.Module):
         sizes = [hidden_dim, 50] if head_input == "features" else [obs_dim, 2 * hidden_dim, 2 * hidden_dim]
         self.learnable = self.make_head(sizes)
         self.prior = self.make_head(sizes).requires_grad_(False)
-        if head_input == "obs":  # He initialisation: |sigma_P(x, a)| is about the root mean square of x
+        if head_input == "obs":  # He initialisation: |sigma_P| is about the size of x
             for layer in self.prior[::2]:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
                 nn.init.normal_(layer.bias, std=0.3)
@@ -374,13 +374,13 @@ def epinet_loss(mu, sigma_bar, action, target, c, noise_scale, spread=0.0):
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # relative to sample 0, so that identical ones give exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # equal samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N, deviations d [B, A, N]. [B, M]"""
+    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N for d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -395,7 +395,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is 7.000000000000001, whose ceiling would be 8
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -547,7 +547,7 @@ if __name__ == "__main__":
         reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
     reward = reward * reward_scale
     returns = returns * reward_scale
-    # a fixed direction per transition, drawn right after the seed and not saved: a resumed run draws the same ones
+    # a fixed direction per transition, drawn right after the seed: a resumed run draws the same
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor, entropy coefficient

@@ -57,13 +57,13 @@ class Args:
     targets: Literal["shared", "own"] = "shared"
     """shared: the paper's one robust target for all critics; own: every critic bootstraps from itself"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
-    """set over the critics' Q-vectors: box (with shared targets SAC-N), convex hull (CH-N), ellipsoid (Ell-N)"""
+    """set over the critics' Q-vectors: box (shared targets: SAC-N), hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
     """share of the critics that the ellipsoid covers, in (0, 1]; box and hull do not use it"""
     num_critics: int = 100
     """N, the number of Q-tables"""
     bootstrap: bool = True
-    """each critic learns from its own resample; with --no-bootstrap they differ only in their initial tables"""
+    """each critic learns from its own resample; without, only the initial tables differ"""
     prior: tuple[float, float] | None = None
     """range of the initial tables; None is what can be attained, [r_min, r_max] / (1 - gamma)"""
 
@@ -130,7 +130,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
+    """A W&B run, continued by a resumed run. If W&B is unavailable, training goes on without it."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -180,14 +180,14 @@ def riverswim():
 
 
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL would call it 0.1)."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (0.1 in IQL)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
     for _ in range(64):  # bisection down to machine precision
         e = 0.5 * (low + high)
         weight = np.where(values < e, tau, 1 - tau)
-        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # decreasing in e, 0 at the expectile
+        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # falls with e, to 0 at the expectile
         low = np.where(gain > 0, e, low)
         high = np.where(gain > 0, high, e)
     return (0.5 * (low + high)).squeeze(axis)
@@ -236,13 +236,13 @@ def worst_case_hull(q, pi):
 
 def center(q):
     """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # relative to sample 0, so that identical ones give exactly 0
+    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # equal samples: exactly 0
     shift = d.mean(-1, keepdim=True)  # [B, A, 1]
     return q[0] + shift[..., 0], d - shift
 
 
 def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N, deviations d [B, A, N]. [B, M]"""
+    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N for d [B, A, N]. [B, M]"""
     x = x.double()
     d = d.double()
     sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
@@ -257,7 +257,7 @@ def mahalanobis(x, d):
 def ellipsoid_radius(d, upsilon):
     """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
     N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is 7.000000000000001, whose ceiling would be 8
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
     return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
 
 
@@ -277,7 +277,7 @@ def inside(x, q, uncertainty_set, upsilon, tolerance=0.0):
         return ((q.amin(0) - tolerance <= x) & (x <= q.amax(0) + tolerance)).all(-1)
     if uncertainty_set == "ellipsoid":
         mu, d = center(q)
-        nearest = mu.clamp(x - tolerance, x + tolerance)  # x moved towards mu by at most the tolerance per action
+        nearest = mu.clamp(x - tolerance, x + tolerance)  # x moved towards mu, by the tolerance
         return mahalanobis((nearest - mu)[..., None], d)[:, 0] <= ellipsoid_radius(d, upsilon).square()
     # x is in the hull iff w >= 0, sum(w) = 1 and sum_n w_n (q_n - x) = 0 has a solution
     scale = (q - x).abs().amax((0, 2)).clamp(min=1e-300)  # [B]
@@ -375,7 +375,7 @@ if __name__ == "__main__":
     if checkpoint and args.total_updates < checkpoint["update"]:
         sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
 
-    # ----- data: separate random streams, so that all sets with one seed get the same data and tables
+    # ----- data: a random stream each, so that all sets get the same data and tables
     torch.set_num_threads(1)  # the tables are too small to share
     P, R = riverswim() if args.env_id == "RiverSwim" else machine_replacement()
     S, A, _ = P.shape
@@ -391,7 +391,7 @@ if __name__ == "__main__":
     resamples = torch.tensor(resamples).double()
     n = resamples.sum(-1)  # [N, S, A]: how often critic i sees (s, a)
     p_hat = resamples / n.clamp(min=1)[..., None]  # [N, S, A, S]: critic i's estimate of P(s'|s, a)
-    critic_step = 1 - (1 - args.q_lr) ** n  # the effect of n steps of size q_lr towards the mean target
+    critic_step = 1 - (1 - args.q_lr) ** n  # n steps towards the mean target
     visits = torch.tensor(visits)
     seen = visits.sum(-1) > 0  # [S, A]
     state_weight = visits.sum((-1, -2)) / size  # [S]: a state's share of the data
@@ -403,7 +403,7 @@ if __name__ == "__main__":
     q = torch.tensor(np.random.default_rng([args.seed, 2]).uniform(*args.prior, (N, S, A)))
     q_target = q.clone()
     logits = torch.zeros(S, A, dtype=torch.float64, requires_grad=True)
-    # a nearly deterministic softmax has tiny gradients: with a larger eps the policy could never leave it
+    # a nearly deterministic softmax has tiny gradients: a larger eps would hold it there
     optimizer = torch.optim.Adam([logits], lr=args.policy_lr, eps=1e-30)
 
     def worst_case(q, pi):
@@ -483,7 +483,7 @@ if __name__ == "__main__":
             if args.targets == "shared":
                 q_next = worst_case(q_target, pi)  # q*, [S, A]
             else:
-                q_next = q_target[:, None, None]  # [N, 1, 1, S, A], so that v(s') meets reward [S, A, S']
+                q_next = q_target[:, None, None]  # [N, 1, 1, S, A]: v(s') meets reward [S, A, S']
             y = robust_target(reward, 0.0, pi, log_pi, q_next, args.alpha, args.gamma)  # [(N,) S, A, S]
 
             # critic update: every critic steps towards the mean target of its own transitions

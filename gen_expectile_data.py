@@ -139,7 +139,7 @@ def load_checkpoint(args, script):
 
 
 def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run named like the run folder, which a resumed run continues. Without W&B training goes on."""
+    """A W&B run, continued by a resumed run. If W&B is unavailable, training goes on without it."""
     if not args.track:
         return None
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -240,14 +240,14 @@ def action_values(critic, obs, tau):
 
 # ===== The expectile target
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL would call it 0.1)."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (0.1 in IQL)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
     for _ in range(64):  # bisection down to machine precision
         e = 0.5 * (low + high)
         weight = np.where(values < e, tau, 1 - tau)
-        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # decreasing in e, 0 at the expectile
+        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # falls with e, to 0 at the expectile
         low = np.where(gain > 0, e, low)
         high = np.where(gain > 0, high, e)
     return (0.5 * (low + high)).squeeze(axis)
