@@ -49,14 +49,19 @@ def test_a_mixture_has_the_share_it_promises(record):
     assert "ersac/breakout/mixed-v0" in out
 
 
-@pytest.mark.parametrize("game, margin", [("pong", 3), ("breakout", 3)])
-def test_the_script_plays_better_than_chance(game, margin):
-    """400 steps of each: the scripted policy has collected clearly more."""
-    episode = runpy.run_path(str(ROOT / "docs/benchmark/record_atari.py"))["episode"]
+def recorder(game, steps):
+    """The recorder's function that plays an episode, and the game it plays, cut after so many steps."""
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gym.register_envs(ale_py)
     name = f"ALE/{game.capitalize()}-v5"
-    env = gym.make(name, repeat_action_probability=0.0, frameskip=4, max_episode_steps=400)
+    env = gym.make(name, repeat_action_probability=0.0, frameskip=4, max_episode_steps=steps)
+    return runpy.run_path(str(ROOT / "docs/benchmark/record_atari.py"))["episode"], env
+
+
+@pytest.mark.parametrize("game, margin", [("pong", 3), ("breakout", 3)])
+def test_the_script_plays_better_than_chance(game, margin):
+    """400 steps of each: the scripted policy has collected clearly more."""
+    episode, env = recorder(game, 400)
     rng = np.random.default_rng(0)
     scripted = np.mean([episode(env, game, rng, 0.0, 8)["rewards"].sum() for _ in range(2)])
     chance = np.mean([episode(env, game, rng, 1.0, 1)["rewards"].sum() for _ in range(2)])
@@ -65,10 +70,7 @@ def test_the_script_plays_better_than_chance(game, margin):
 
 def test_in_breakout_the_commonest_action_without_a_ball_is_to_serve():
     """A greedy clone does what the data do most often; if that were a no-op, no ball would ever come into play."""
-    episode = runpy.run_path(str(ROOT / "docs/benchmark/record_atari.py"))["episode"]
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    gym.register_envs(ale_py)
-    env = gym.make("ALE/Breakout-v5", repeat_action_probability=0.0, frameskip=4, max_episode_steps=100)
+    episode, env = recorder("breakout", 100)
     rng = np.random.default_rng(0)
     counts = np.zeros(4, int)
     for _ in range(10):
