@@ -2,7 +2,6 @@
 
 import ast
 import csv
-import itertools
 import os
 import re
 import shlex
@@ -146,11 +145,28 @@ def test_report_of_images_on_a_small_csv(tmp_path):
     assert made["atari_ablation"].splitlines()[-1] == "| Ell-Epi\\* | `--n-step 1` | 100 | -20.0 ± 1.0 | -0.25 |"
 
 
+def written(path, rows):
+    """A CSV of dicts."""
+    lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def table_line(table, *start):
+    """The cells of the one line that starts with these."""
+    (found,) = [x for x in table.splitlines() if x.startswith("| " + " | ".join(start))]
+    return [x.strip() for x in found.strip("|").split("|")]
+
+
+def row_of_a_sweep(method, size, tau, seed, score, flags="", env_id="LunarLander-v3", early_fraction=0.0):
+    row = dict(method=method, dataset_id=f"ersac/x/y-s{seed}-v0", seed=seed, flags=flags, env_id=env_id)
+    row |= dict(dataset_size=size, expectile_tau=tau, early_fraction=early_fraction, normalized_return=score)
+    row |= dict(best_return=2 * score + 8, eval_return_mean=2 * score, random_return=0, reference_return=200)
+    return row | dict(training_entropy=0.25, seconds=120)
+
+
 def test_report_of_shapes_on_a_small_csv(tmp_path):
     """The ellipsoid minus the box, paired by seed; a seed that one of them lacks, and other flags, do not count."""
-    columns = "method,env_id,dataset_size,expectile_tau,early_fraction,seed,flags,dataset_id,normalized_return"
-    lines = [columns]
-    for method, seed, flags, score in (
+    runs = (
         ("Box-N-own", 100, "", 80),
         ("Box-N-own", 101, "", 90),
         ("Box-N-own", 102, "", 70),
@@ -158,79 +174,103 @@ def test_report_of_shapes_on_a_small_csv(tmp_path):
         ("Ell_0.9-N-own", 101, "", 96),
         ("Ell_0.9-N-own", 103, "", 10),
         ("Ell_0.9-N-own", 102, "--prior-scale 30", 10),
-    ):
-        lines.append(f"{method},LunarLander-v3,1000,0.5,0.0,{seed},{flags},ersac/x/y-v0,{score}")
-    (tmp_path / "grid.csv").write_text("\n".join(lines) + "\n")
+    )
+    written(tmp_path / "grid.csv", [row_of_a_sweep(m, 1000, 0.5, seed, score, flags) for m, seed, flags, score in runs])
     table = report.tables(tmp_path)["grid_shapes"].splitlines()
     half = stats.t.ppf(0.95, 1) * np.std([4, 6], ddof=1) / np.sqrt(2)
     assert table[2] == f"| LunarLander-v3 | 1,000 | 0.5 | 80, 90 | 85 | 5.0 ± {half:.1f} (2 of 2) |"
     assert table[-1] == "0 of these 1 intervals exclude 0."
 
 
-def test_report_of_networks_on_a_small_csv(tmp_path):
-    """Grid, differences, slices and mixed data: only rows with the grid's arguments count, paired by seed."""
-    scores = {  # method, tau, flags: returns of seeds 100, 101, ...
-        ("SAC-N", 0.5, ""): (10.0, 30.0, 20.0),
-        ("SAC-N", 0.9, ""): (50.0, 70.0),
-        ("Ell_0.9-N", 0.5, ""): (25.0, 35.0, 15.0),
-        ("Ell_0.9-N", 0.5, "--upsilon 0.5"): (99.0,),
-        ("Ell-Epi", 0.5, ""): (5.0, 7.0),
-        ("BC", 0.5, ""): (80.0, 90.0),
+def test_report_of_the_earlier_sweep_on_a_small_csv(tmp_path):
+    """Only rows with the sweep's arguments count; upsilon and the schedule have tables of their own."""
+    scores = {  # method, size, tau, flags: returns of seeds 100, 101, ...
+        ("SAC-N", 100_000, 0.5, ""): (10.0, 30.0, 20.0),
+        ("Ell_0.9-N", 100_000, 0.5, ""): (25.0, 35.0, 15.0),
+        ("Ell_0.9-N", 100_000, 0.5, "--alpha 1"): (99.0, 97.0),
+        ("Ell_0.9-N", 100_000, 0.5, "--alpha 2"): (99.0,),  # one seed: not in the table
+        ("Ell-Epi", 100_000, 0.5, ""): (5.0, 7.0),
+        ("BC", 100_000, 0.5, ""): (80.0, 90.0),
+        ("Ell_0.9-N", 1000, 0.5, ""): (1.0, 3.0),
+        ("Ell_0.9-N", 1000, 0.5, "--upsilon 0.5"): (10.0,),
+        ("Ell_0.9-N", 1000, 0.5, "--upsilon 0.5 --alpha 1"): (0.0,),
+        ("SAC-N", 10_000, 0.9, ""): (5.0, 45.0),
+        ("CH-N", 10_000, 0.9, ""): (8.0, 48.0),
+        ("Ell_0.9-N", 10_000, 0.9, ""): (11.0, 51.0),
+        ("SAC-N", 10_000, 0.9, "--total-updates 10000"): (10.0, 50.0),
+        ("CH-N", 10_000, 0.9, "--total-updates 10000"): (16.0, 56.0),
+        ("Ell_0.9-N", 10_000, 0.9, "--total-updates 10000"): (22.0,),  # so that seed 100 alone counts
     }
-    columns = "method,env_id,dataset_size,expectile_tau,seed,flags,dataset_id,normalized_return,best_return"
-    lines = [f"{columns},eval_return_mean,random_return,reference_return,training_entropy,seconds"]
-    for (method, tau, flags), values in scores.items():
-        for seed, value in enumerate(values, 100):
-            row = [method, "LunarLander-v3", 100_000, tau, seed, flags, "ersac/lunarlander/x-v0", value]
-            lines.append(",".join(map(str, [*row, value + 4, value, 0, 100, 0.25, 120])))
-    little = {"": (1.0, 3.0), "--upsilon 0.5": (10.0,), "--upsilon 0.5 --alpha 1": (0.0,)}
-    for flags, values in little.items():  # the cell in which upsilon was changed
-        for seed, value in enumerate(values, 100):
-            row = ["Ell_0.9-N", "LunarLander-v3", 1000, 0.5, seed, flags, "ersac/x/y-v0", value]
-            lines.append(",".join(map(str, [*row, value, value, 0, 100, 0.25, 120])))
-    for method, flags in itertools.product(("SAC-N", "CH-N", "Ell_0.9-N"), ("", "--total-updates 10000")):
-        for seed in (100, 101):  # a cell with both schedules; the last run is missing, so that seed 100 alone counts
-            value = {"SAC-N": 5, "CH-N": 8, "Ell_0.9-N": 11}[method] * (2 if flags else 1) + 40 * (seed - 100)
-            row = [method, "LunarLander-v3", 10_000, 0.9, seed, flags, "ersac/x/z-v0", value]
-            lines.append(",".join(map(str, [*row, value, value, 0, 100, 0.25, 120])))
-    lines.pop()
-    mixed = ["SAC-N", "LunarLander-v3", "", "", 100, "", "my/mix-v0", 33.0, 40, 33, 0, 100, 0.5, 60]
-    (tmp_path / "gym.csv").write_text("\n".join([*lines, ",".join(map(str, mixed))]) + "\n")
+    rows = []
+    for (method, size, tau, flags), values in scores.items():
+        rows += [row_of_a_sweep(method, size, tau, seed, x, flags) for seed, x in enumerate(values, 100)]
+    written(tmp_path / "gym.csv", rows)
     made = report.tables(tmp_path)
-
-    def line(name, *start):
-        (found,) = [x for x in made[name].splitlines() if x.startswith("| " + " | ".join(start))]
-        return [x.strip() for x in found.strip("|").split("|")], made[name].splitlines()[0]
-
-    cells, header = line("gym_detailed", "LunarLander-v3", "100,000", "0.5")
+    header = made["gym_detailed"].splitlines()[0]
     assert header == "| environment | transitions | τ | SAC-N | CH-N | Ell_0.9-N | Ell-Epi | BC | seeds |"
+    cells = table_line(made["gym_detailed"], "LunarLander-v3", "100,000", "0.5")
     half = stats.t.ppf(0.95, 2) * 10 / np.sqrt(3)
     assert cells[3] == f"20.0 ± {half:.1f}" and cells[5].startswith("25.0 ± ") and cells[-1] == "2/3"
     assert cells[7].startswith("**85.0 ±") and cells[6].startswith("<u>6.0 ±")
-    cells, _ = line("gym_differences", "LunarLander-v3", "100,000", "0.5")
-    gain = np.array([15.0, 5.0, -5.0])
-    assert cells[4] == f"5.0 ± {stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3):.1f} (2 of 3)"
-    cells, _ = line("gym_aggregated", "LunarLander-v3", "100,000")  # seeds that have both taus: 100 and 101
-    assert cells[2] == "0.5, 0.9" and cells[3].removeprefix("<u>").startswith("40 ± 63")
-    cells, _ = line("gym_slices", "LunarLander-v3", "100,000", "0.5", "Ell_0.9-N")
-    assert cells[4:] == ["`--upsilon 0.5`", "99.0", "25.0", "0.25", "1"]
+    cells = table_line(made["gym_slices"], "LunarLander-v3", "100,000", "0.5", "Ell_0.9-N")
     half = stats.t.ppf(0.95, 1)  # two seeds, whose standard error is 1
+    assert cells[4:] == ["`--alpha 1`", f"98.0 ± {half:.1f}", f"30.0 ± {5 * half:.1f}", "0.25", "2"]
     assert made["gym_upsilon"].splitlines() == [
         "| υ | ellipsoid of ten critics |",
         "| --- | --- |",
         "| 0.5 | 10 (1) |",
         f"| 0.9 | 2 ± {half:.0f} (2) |",
     ]
-    assert line("gym_schedule", "10,000", "0.9", "10,000")[0][3:] == ["10", "16", "22", "6", "12", "1"]
-    assert line("gym_schedule", "10,000", "0.9", "20,000")[0][3:] == ["5", "8", "11", "3", "6", "1"]
-    assert line("gym_mixed", "`my/mix-v0`")[0][1] == "33.0 (1)"
-    assert line("gym_last_and_best", "LunarLander-v3", "100,000", "0.9", "SAC-N")[0][-1] == "4.0 ± 0.0"
-    assert line("gym_missing", "LunarLander-v3", "SAC-N")[0][2:] == ["7", "20", "2.0", "0.7"]
-    (tmp_path / "page.md").write_text("<!-- table: gym_mixed -->\nold\n<!-- end -->\n")
+    assert table_line(made["gym_schedule"], "10,000", "0.9", "10,000")[3:] == ["10", "16", "22", "6", "12", "1"]
+    assert table_line(made["gym_schedule"], "10,000", "0.9", "20,000")[3:] == ["5", "8", "11", "3", "6", "1"]
+    (tmp_path / "page.md").write_text("<!-- table: gym_upsilon -->\nold\n<!-- end -->\n")
     command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "page.md rewritten\n"
-    assert (tmp_path / "page.md").read_text() == f"<!-- table: gym_mixed -->\n{made['gym_mixed']}\n<!-- end -->\n"
+    assert (tmp_path / "page.md").read_text() == f"<!-- table: gym_upsilon -->\n{made['gym_upsilon']}\n<!-- end -->\n"
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_report_of_the_grid_on_a_small_csv(tmp_path):
+    """Paired by seed, whatever the order of the rows; runs with changed settings do not count."""
+    box = {104: 50.0, 100: 10.0, 101: 20.0, 102: 30.0, 103: 40.0}
+    rows = [row_of_a_sweep("SAC-N", 10_000, 0.5, seed, score) for seed, score in box.items()]
+    rows += [row_of_a_sweep("Ell_0.9-N", 10_000, 0.5, s, x) for s, x in ((101, 25.0), (100, 12.0), (102, 29.0))]
+    rows += [row_of_a_sweep("Ell_0.9-N", 10_000, 0.5, 103, 99.0, "--alpha 1")]
+    rows += [row_of_a_sweep("SAC-N", 100_000, 0.5, 100, 70.0, early_fraction=0.5)]
+    rows += [row_of_a_sweep("SAC-N", 1000, 0.5, 100, 60.0, "--total-updates 2000", "CartPole-v1")]
+    rows += [row_of_a_sweep("SAC-N", 1000, 0.5, 101, 0.0, "", "CartPole-v1")]  # too many updates for CartPole's cell
+    rows += [row_of_a_sweep("Ell-Epi*-own", 1000, 0.5, 100, 90.0, "", "CartPole-v1")]
+    rows += [row_of_a_sweep("BC", 10_000, 0.5, 100, 20.0)]
+    written(tmp_path / "grid.csv", rows)
+    made = report.tables(tmp_path)
+    header = made["grid_networks"].splitlines()[0]
+    assert header == "| environment | transitions | τ | Ell-Epi\\*-own | Ell_0.9-N | SAC-N | BC |"
+    half = stats.t.ppf(0.95, 4) * np.std([10, 20, 30, 40, 50], ddof=1) / np.sqrt(5)
+    cells = table_line(made["grid_networks"], "LunarLander-v3", "10,000", "0.5")
+    assert cells[3] == "not run" and cells[4].startswith("22 ± ") and cells[4].endswith("(3)")
+    assert cells[5] == f"30 ± {half:.0f}" and cells[6] == "20 (1)"
+    cells = table_line(made["grid_networks"], "CartPole-v1", "1,000", "0.5")
+    assert cells[3:] == ["90 (1)", "not run", "60 (1)", "not run"]
+    gain = np.array([2.0, 5.0, -1.0])
+    half = stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3)
+    cells = table_line(made["grid_sets"], "LunarLander-v3", "10,000", "0.5")
+    assert cells[3:] == ["", f"2.0 ± {half:.1f} (2 of 3)", ""]
+    assert made["grid_sets"].endswith("0 of these 1 intervals exclude 0.")
+    assert table_line(made["grid_cloning"], "LunarLander-v3", "10,000", "0.5")[3:] == [
+        "-10.0 (0 of 1)",
+        "",
+        "-8.0 (0 of 1)",
+        "",
+    ]
+    assert table_line(made["grid_best"], "LunarLander-v3", "10,000", "0.5")[-1] == "4 ± 0"  # 8 of 200
+    assert table_line(made["grid_entropy"], "LunarLander-v3", "100,000, mixed")[-1] == "0.25 (1)"
+    ours = 100 * (2 * 30 + 102) / 150
+    assert table_line(made["grid_paper_scale"], "10,000", "0.5")[2] == f"93 / {ours:.0f}"
+    front = table_line(made["grid_front"], "10,000 ")
+    assert front[1:4] == ["not run", "not run", f"30 ± {stats.t.ppf(0.95, 4) * np.sqrt(250) / np.sqrt(5):.0f}"]
+    done = {r["seed"] for r in rows if r["method"] == "SAC-N" and r["dataset_size"] == 10_000}
+    cells = table_line(made["grid_missing"], "SAC-N")  # planned: 7 cells of 5 seeds, 3 of 3, 5 of 5
+    assert cells[1:] == [str(len(done) + 2), str(69 - len(done) - 2), "2.0", f"{(69 - len(done) - 2) * 2 / 60:.1f}"]
 
 
 def test_best_and_worst_are_marked_by_the_papers_rule():

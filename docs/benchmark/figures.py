@@ -26,7 +26,7 @@ from scipy.stats import chi2, norm, t
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
-from report import by_upsilon, grid_flags, grid_rows, load, per_seed  # noqa: E402
+from report import by_upsilon, grid_column, grid_flags, load, per_seed  # noqa: E402
 
 import ersac_tabular as tabular  # noqa: E402
 from ersac_epinet import worst_case_gaussian, worst_case_gaussian_box  # noqa: E402
@@ -44,7 +44,7 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, gym, entropy, soak, gym_upsilon,
+    """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, grid, entropy, soak, gym_upsilon,
     schedules, atari, calibration, hedging, targets, budget, growth or valley; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
@@ -332,40 +332,45 @@ def atari(args):
     fig.savefig(f"{args.out}/atari.png")
 
 
-def gym(args):
-    """LunarLander, last policy against the size of the data for two risk levels, and on data of mixed quality."""
-    rows = load(ROOT / "docs" / "benchmark" / "gym.csv")
-    grid, _ = grid_rows(rows)
+def grid(args):
+    """LunarLander, last policy: against the size of the data for two risk levels, and on data of mixed quality."""
+    rows = load(ROOT / "docs" / "benchmark" / "grid.csv")
+    methods = {name: style for name, style in METHODS.items() if name not in ("Ell-Epi", "BC")}
+    methods |= {"Ell-Epi*-own": ("#56B4E9", "v"), "BC": METHODS["BC"]}
+    sizes = {1000: "1,000", 10_000: "10,000", 100_000: "100,000"}
     fig, axes = plt.subplots(1, 3, figsize=(7.5, 3.1), sharey=True, width_ratios=(3, 3, 2))
-    for ax, tau in zip(axes, (0.5, 0.9)):
-        for i, (method, (colour, marker)) in enumerate(METHODS.items()):
-            shift, points = 1.09 ** (i - 2.5), []
-            for size in (1000, 10_000, 100_000):
-                where = {"env_id": "LunarLander-v3", "dataset_size": size, "expectile_tau": tau}
-                y = per_seed(grid, "normalized_return", method=method, **where)
-                ax.plot([size * shift] * len(y), y, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
-                points += [(size * shift, y.mean())] if len(y) else []
-            ax.plot(*zip(*points), color=colour, lw=1.2, marker=marker, ms=4.5, ls=":" if method == "BC" else "-")
-        ax.set(xscale="log", xlabel="transitions", title=f"data of the {TAUS[tau][1].split(', ')[1]} policy")
-    mixed = [r for r in rows if "early50" in r["dataset_id"] and r["flags"] == grid_flags(r)]
-    for i, (method, (colour, marker)) in enumerate(METHODS.items()):
-        y = per_seed(mixed, "normalized_return", method=method)
-        axes[2].plot([i] * len(y), y, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
-        if len(y):
-            axes[2].plot([i], [y.mean()], marker, color=colour, ms=6)
-    axes[2].set(title="100,000 of mixed quality", xticks=range(len(METHODS)), xlim=(-0.7, len(METHODS) - 0.3))
-    axes[2].set_xticklabels(METHODS, rotation=60, fontsize=8)
-    for label, (colour, _) in zip(axes[2].get_xticklabels(), METHODS.values()):  # they are the legend of all panels
+    for i, (method, (colour, marker)) in enumerate(methods.items()):
+        faint = dict(color=colour, marker=marker, ms=3, alpha=0.4, mew=0.8, ls="none")
+        for ax, tau in zip(axes, (0.5, 0.9)):
+            shift = 1.09 ** (i - 2.5)
+            points = []
+            for size, name in sizes.items():
+                y = list(grid_column(rows, ("LunarLander-v3", name, tau), method).values())
+                ax.plot([size * shift] * len(y), y, **faint)
+                if y:
+                    points.append((size * shift, np.mean(y)))
+            if points:
+                style = ":" if method == "BC" else "-"
+                ax.plot(*zip(*points), color=colour, lw=1.2, marker=marker, ms=4.5, ls=style)
+            ax.set(xscale="log", xlabel="transitions")
+            ax.set_title(f"data of the {TAUS[tau][1].split(', ')[1]} policy", fontsize=8.5)
+        y = list(grid_column(rows, ("LunarLander-v3", "100,000, mixed", 0.5), method).values())
+        axes[2].plot([i] * len(y), y, **faint)
+        if y:
+            axes[2].plot([i], [np.mean(y)], marker, color=colour, ms=6)
+    axes[2].set_title("100,000 of mixed quality", fontsize=8.5)
+    axes[2].set(xticks=range(len(methods)), xlim=(-0.7, len(methods) - 0.3))
+    axes[2].set_xticklabels(methods, rotation=60, fontsize=8)
+    for label, (colour, _) in zip(axes[2].get_xticklabels(), methods.values()):
         label.set_color(colour)
     axes[0].set_ylabel("normalised return, last policy\n(0: random play, 100: behaviour policy)", fontsize=8.5)
-    handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in METHODS.values()]
-    fig.legend(handles, METHODS, loc="outside lower center", ncols=len(METHODS), fontsize=8)
+    handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in methods.values()]
+    fig.legend(handles, methods, loc="outside lower center", ncols=len(methods), fontsize=8)
     for ax in axes:
         ax.axhline(100, color=GREY, lw=0.8, ls=":")
         ax.axhline(0, color=GREY, lw=0.8, ls=":")
-        ax.set_title(ax.get_title(), fontsize=8.5)
         ax.tick_params(labelsize=7.5)
-    fig.savefig(f"{args.out}/gym.png")
+    fig.savefig(f"{args.out}/grid.png")
 
 
 def mean_and_range(ax, rows, column, colour, label):
@@ -618,7 +623,7 @@ def growth(args):
 
 
 FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
-FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "gym": gym, "entropy": entropy, "soak": soak}
+FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "grid": grid, "entropy": entropy, "soak": soak}
 FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "atari": atari}
 FIGURES |= {"calibration": calibration, "hedging": hedging, "targets": targets, "budget": budget, "growth": growth}
 FIGURES |= {"valley": valley}

@@ -190,57 +190,6 @@ def by_tau(rows):
     return markdown(["MDP", *(f"τ = {t}" for t in TAUS)], table)
 
 
-def complete(rows, over, **where):
-    """Normalised returns averaged over a column, of the seeds that have all of its values."""
-    chosen = [r for r in rows if all(r[k] == v for k, v in where.items())]
-    values = {r[over] for r in chosen}
-    whole = [s for s in {r["seed"] for r in chosen} if {r[over] for r in chosen if r["seed"] == s} == values]
-    return per_seed([r for r in chosen if r["seed"] in whole], "normalized_return")
-
-
-def gym_aggregated(rows):
-    """Networks: mean over the risk levels that were run, of the seeds that have all of them."""
-    rows, keys = grid_rows(rows)
-    methods, table = [m for m in GYM if any(r["method"] == m for r in rows)], []
-    for env, size in sorted({key[:2] for key in keys}):
-        columns = [complete(rows, "expectile_tau", env_id=env, dataset_size=size, method=m) for m in methods]
-        shown = dict(zip([m for m, x in zip(methods, columns) if len(x)], marked([x for x in columns if len(x)])))
-        taus = ", ".join(str(key[2]) for key in keys if key[:2] == (env, size))
-        table.append([env, f"{size:,}", taus, *(shown.get(m, "") for m in methods)])
-    return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)], table)
-
-
-def paper_scale(rows, paper):
-    """LunarLander: the paper's number, and ours on the scale of the authors' repository: 0 is a return of -102, 100 is
-    one of 48."""
-    rows, keys = grid_rows(rows)
-    methods = [m for m in GYM if m in paper[0] and any(r["method"] == m for r in rows)]
-    table = []
-    for env, size, tau in keys:
-        if env != "LunarLander-v3":
-            continue
-        (theirs,) = [r for r in paper if (r["env_id"], r["dataset_size"], r["expectile_tau"]) == (env, size, tau)]
-        line = [f"{size:,}", tau]
-        for method in methods:
-            y = per_seed(rows, "eval_return_mean", env_id=env, dataset_size=size, expectile_tau=tau, method=method)
-            ours = f"{100 * (y.mean() + 102) / 150:.0f}" if len(y) else "–"
-            line.append(f"{theirs[method]} / {ours}")
-        table.append(line)
-    return markdown(["transitions", "τ", *(m.replace("*", "\\*") for m in methods)], table)
-
-
-def gym_by_tau(rows):
-    """Networks: Ell_0.9-N by the behaviour policy's risk level, mean over data sizes, with the paper's numbers."""
-    paper = {"CartPole-v1": (95, 93, 92), "LunarLander-v3": (103, 99, 99)}
-    rows, _ = grid_rows([r for r in rows if r["method"] == "Ell_0.9-N"])
-    table = []
-    for env, theirs in paper.items():
-        columns = [complete(rows, "dataset_size", env_id=env, expectile_tau=t) for t in TAUS]
-        cells = [f"{interval(x)} ({n})" if len(x) else f"({n})" for x, n in zip(columns, theirs)]
-        table.append([env, *cells])
-    return markdown(["environment", *(f"τ = {t}" for t in TAUS)], table)
-
-
 def by_critics(fewer, paper):
     """Return against the number of critics at 10x, mean over the taus; 100 are in the paper's grid."""
     rows = [r | {"N": int(r["arguments"].split()[-1])} for r in fewer]
@@ -326,45 +275,12 @@ def gym(rows, methods):
     return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods), "seeds"], table)
 
 
-def paired(rows, pairs, digits=1):
-    """Differences of two methods with the same data and seed, mean ± 90 % interval, and how many seeds gained."""
-    rows, keys = grid_rows(rows)
-    table = []
-    for key in keys:
-        line = []
-        for pair in pairs:
-            scores = [
-                {r["seed"]: r["normalized_return"] for r in rows if r["method"] == m and key == cell(r)} for m in pair
-            ]
-            both = sorted(scores[0].keys() & scores[1].keys())
-            gain = np.array([scores[0][s] - scores[1][s] for s in both])
-            line.append(f"{interval(gain, digits)} ({(gain > 0).sum()} of {len(gain)})" if both else "")
-        if any(line):
-            table.append([key[0], f"{key[1]:,}", key[2], *line])
-    header = [f"{first} − {second}".replace("*", "\\*") for first, second in pairs]
-    return compared(["environment", "transitions", "τ", *header], table)
-
-
 def cell(row):
     return row["env_id"], row["dataset_size"], row["expectile_tau"]
 
 
-def training_entropy(rows):
-    """Policy entropy in nats, mean over the evaluations of a run, by method; the same alpha for all."""
-    rows, keys = grid_rows([r for r in rows if r.get("training_entropy") not in ("", None)])
-    methods = [m for m in GYM if any(r["method"] == m for r in rows)]
-    table = []
-    for key in keys:
-        where = dict(zip(("env_id", "dataset_size", "expectile_tau"), key))
-        columns = [per_seed(rows, "training_entropy", method=m, **where) for m in methods]
-        table.append(
-            [key[0], f"{key[1]:,}", key[2], *(f"{interval(x, 2)} ({len(x)})" if len(x) else "" for x in columns)]
-        )
-    return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)], table)
-
-
 def slices(rows):
-    """Runs with one setting changed, on our own data sets: returns and entropies, beside those of the grid where the
+    """Runs with one setting changed and more than one seed: returns and entropies, beside those of the sweep where the
     same seeds have them. Those with another upsilon alone, with little data, are in a table of their own."""
     table = []
     grid, changed = ([r for r in rows if (r["flags"] == grid_flags(r)) == same] for same in (True, False))
@@ -373,6 +289,8 @@ def slices(rows):
     for key in sorted(keys, key=lambda key: (key[0], key[1] or math.inf, *key[2:])):  # mixed data have no size: last
         chosen = [r for r in changed if (*cell(r), r["flags"], r["method"]) == key]
         seeds = {r["seed"] for r in chosen}
+        if len(seeds) == 1:
+            continue
         usual = [r for r in grid if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
         line = [interval(per_seed(x, "normalized_return"), 1) if x else "" for x in (chosen, usual)]
         spread = [r["training_entropy"] for r in chosen if r["training_entropy"] not in ("", None)]
@@ -388,7 +306,7 @@ def slices(rows):
                 len(seeds),
             ]
         )
-    header = ["environment", "transitions", "τ", "method", "arguments", "return", "return in the grid"]
+    header = ["environment", "transitions", "τ", "method", "arguments", "return", "return in the sweep"]
     return markdown([*header, "entropy in training", "seeds"], table)
 
 
@@ -438,36 +356,6 @@ def schedule(rows):
     return markdown(["transitions", "τ", "updates", *methods, "CH-N − SAC-N", "Ell_0.9-N − SAC-N", "seeds"], table)
 
 
-def last_and_best(rows):
-    """The last policy beside the best evaluation on the way, which nobody could have chosen offline."""
-    rows, keys = grid_rows(rows)
-    table = []
-    for key in keys:
-        for m in GYM:
-            chosen = [r for r in rows if r["method"] == m and cell(r) == key and r["best_return"] != ""]
-            if chosen:
-                low, high = chosen[0]["random_return"], chosen[0]["reference_return"]
-                last, best = (
-                    100 * (np.array([r[k] for r in chosen]) - low) / (high - low)
-                    for k in ("eval_return_mean", "best_return")
-                )
-                line = [interval(x, 1) for x in (last, best, best - last)]
-                table.append([key[0], f"{key[1]:,}", key[2], m.replace("*", "\\*"), *line])
-    header = ["environment", "transitions", "τ", "method", "last policy", "best evaluation", "best minus last"]
-    return markdown(header, table)
-
-
-def mixed(rows):
-    """Other data sets, by their ids: all methods that were run there, in brackets the number of seeds."""
-    rows = [r for r in rows if r["dataset_size"] == "" and r["flags"] == grid_flags(r)]
-    methods = [m for m in GYM if any(r["method"] == m for r in rows)]
-    table = []
-    for name in sorted({r["dataset_id"] for r in rows}):
-        columns = [per_seed(rows, "normalized_return", dataset_id=name, method=m) for m in methods]
-        table.append([f"`{name}`", *(f"{interval(x, 1)} ({len(x)})" if len(x) else "" for x in columns)])
-    return markdown(["data set", *(m.replace("*", "\\*") for m in methods)], table)
-
-
 def gym_tuning(rows):
     """Every setting tried before the defaults were fixed, as it was run."""
     table = []
@@ -478,21 +366,6 @@ def gym_tuning(rows):
         table.append([*line, f"{r['normalized_return']:.1f}", f"{r['eval_return_mean']:.0f}", best])
     header = ["method", "data set", "seed", "arguments", "normalised return", "return"]
     return markdown([*header, "best evaluation on the way"], table)
-
-
-def gym_missing(rows):
-    """What the paper's grid still lacks with three seeds, and the time that it would take: runs times the mean of the
-    same method's finished runs in the same environment."""
-    rows, _ = grid_rows(rows)
-    table = []
-    for env in ("CartPole-v1", "LunarLander-v3"):
-        for m in (*PAPERS, "BC"):
-            done = [r for r in rows if (r["env_id"], r["method"]) == (env, m)]
-            have = {(r["dataset_size"], r["expectile_tau"], r["seed"]) for r in done if r["seed"] < 103}
-            minutes = np.mean([r["seconds"] for r in done]) / 60 if done else math.nan
-            table.append([env, m.replace("*", "\\*"), len(have), 27 - len(have), f"{minutes:.1f}"])
-            table[-1].append(f"{(27 - len(have)) * minutes / 60:.1f}")
-    return markdown(["environment", "method", "runs here", "missing", "minutes per run", "hours of one core"], table)
 
 
 def gym_tried(rows):
@@ -628,32 +501,130 @@ def grid_cells(rows):
     return sorted({grid_cell(r) for r in rows}, key=place)
 
 
-def grid_networks(rows):
-    """Every cell of the grid: mean over seeds, each with its own data, and how many there are."""
-    rows = [r for r in rows if not r["flags"]]
-    methods = [m for m in (*GRID, *PEERS) if any(r["method"] == m for r in rows)]
+def usual(row):
+    """Whether a run of the grid has its method's settings. On CartPole the paper's sets have 2000 updates."""
+    short = row["env_id"] == "CartPole-v1" and row["method"] in ("SAC-N", "CH-N", "Ell_0.9-N")
+    return row["flags"] == ("--total-updates 2000" if short else "")
+
+
+def grid_column(rows, cell, method, column="normalized_return"):
+    """A column of a method's runs in a cell, by seed."""
+    return {r["seed"]: r[column] for r in rows if r["method"] == method and grid_cell(r) == cell and usual(r)}
+
+
+def grid_table(rows, methods, column, digits):
+    """Mean ± interval of a column: a row for every cell, a column for every method. In brackets the number of seeds
+    where it is not five."""
+    methods = [m for m in methods if any(r["method"] == m and usual(r) for r in rows)]
     lines = []
     for cell in grid_cells(rows):
-        line = [cell[0], cell[1], cell[2]]
+        line = []
         for method in methods:
-            y = per_seed([r for r in rows if grid_cell(r) == cell], "normalized_return", method=method)
-            line.append(f"{interval(y)} ({len(y)})" if len(y) else "not run")
-        lines.append(line)
-    header = ["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)]
-    return markdown(header, lines)
+            y = np.array(list(grid_column(rows, cell, method, column).values()))
+            seeds = f" ({len(y)})" if len(y) != 5 else ""
+            line.append(interval(y, digits) + seeds if len(y) else "not run")
+        if any(x != "not run" for x in line):
+            lines.append([*cell, *line])
+    return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)], lines)
 
 
 def grid_front(rows):
     """The front page: LunarLander, neutral data, own targets against the paper's form and cloning."""
-    names = {"Ell-Epi*-own": "Epinet, own targets", "Ell-Epi*": "Epinet, the paper's form"}
+    names = {"Ell-Epi*-own": "Epinet, own targets", "Ell-Epi*": "Epinet, the paper's form", "SAC-N": "SAC-N"}
     names |= {"BC": "cloning", "BC-top": "cloning the better half", "CQL": "CQL (d3rlpy)"}
-    rows = [r for r in rows if not r["flags"] and grid_cell(r)[0] == "LunarLander-v3" and grid_cell(r)[2] == 0.5]
     lines = []
     for cell in grid_cells(rows):
-        here = [r for r in rows if grid_cell(r) == cell]
-        columns = [per_seed(here, "normalized_return", method=m) for m in names]
-        lines.append([cell[1], *(interval(y) if len(y) else "not run" for y in columns)])
+        if cell[0] == "LunarLander-v3" and cell[2] == 0.5:
+            columns = [np.array(list(grid_column(rows, cell, m).values())) for m in names]
+            lines.append([cell[1], *(interval(y) if len(y) else "not run" for y in columns)])
     return markdown(["transitions", *names.values()], lines)
+
+
+def grid_pairs(rows, pairs, titles=None, lowest=False):
+    """Differences of two methods on the same data, paired by seed, and how many seeds gained; before them the lowest
+    seed of the first method, if wanted."""
+    lines = []
+    for cell in grid_cells(rows):
+        line = []
+        for first, second in pairs:
+            x, y = grid_column(rows, cell, first), grid_column(rows, cell, second)
+            gain = np.array([x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())])
+            line.append(f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})" if len(gain) else "")
+        if any(line):
+            worst = [f"{min(grid_column(rows, cell, pairs[0][0]).values()):.0f}"] if lowest else []
+            lines.append([*cell, *worst, *line])
+    titles = titles or [f"{first} − {second}".replace("*", "\\*") for first, second in pairs]
+    return compared(["environment", "transitions", "τ", *(["lowest seed"] if lowest else []), *titles], lines)
+
+
+def grid_shapes(rows):
+    """Ten critics, own targets: the ellipsoid minus the box on the same data, with nothing else changed."""
+    lines = []
+    for cell in grid_cells(rows):
+        box, ell = grid_column(rows, cell, "Box-N-own"), grid_column(rows, cell, "Ell_0.9-N-own")
+        seeds = sorted(box.keys() & ell.keys())
+        if seeds:
+            gain = np.array([ell[s] - box[s] for s in seeds])
+            scores = ", ".join(f"{box[s]:.0f}" for s in seeds)
+            mean = f"{np.mean([box[s] for s in seeds]):.0f}"
+            lines.append([*cell, scores, mean, f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})"])
+    header = ["environment", "transitions", "τ", "box, seed by seed from 100 on", "box, mean", "ellipsoid − box"]
+    return compared(header, lines)
+
+
+def grid_paper_scale(rows, paper):
+    """LunarLander: the paper's number, and ours on the scale of the authors' repository: 0 is a return of -102, 100 is
+    one of 48."""
+    methods = [m for m in PAPERS if any(r["method"] == m for r in rows)]
+    lines = []
+    for r in paper:
+        cell = (r["env_id"], f"{r['dataset_size']:,}", r["expectile_tau"])
+        columns = [list(grid_column(rows, cell, m, "eval_return_mean").values()) for m in methods]
+        if r["env_id"] == "LunarLander-v3" and any(columns):
+            ours = [f"{100 * (np.mean(y) + 102) / 150:.0f}" if y else "–" for y in columns]
+            lines.append([cell[1], cell[2], *(f"{r[m]} / {x}" for m, x in zip(methods, ours))])
+    return markdown(["transitions", "τ", *(m.replace("*", "\\*") for m in methods)], lines)
+
+
+def grid_best(rows):
+    """The best evaluation on the way, which nobody could have chosen offline, minus the last policy, in points."""
+    found = []
+    for r in rows:
+        if r["best_return"] != "":
+            gain = 100 * (r["best_return"] - r["eval_return_mean"]) / (r["reference_return"] - r["random_return"])
+            found.append(r | {"best_minus_last": gain})
+    return grid_table(found, GRID, "best_minus_last", 0)
+
+
+def planned():
+    """The grid as it was planned: (environment, data, risk level), methods and seeds."""
+    everything = (*GRID, *PEERS)
+    first = range(100, 105)
+    for tau in (0.5, 0.9):
+        for size in ("1,000", "10,000", "100,000"):
+            yield ("LunarLander-v3", size, tau), everything, first
+    yield ("LunarLander-v3", "100,000, mixed", 0.5), everything, first
+    yield ("LunarLander-v3", "10,000, hovering", 0.5), ("Ell-Epi*-own", "Ell_0.9-N-own", "Ell-Epi*", *PEERS), first
+    for size in ("1,000", "10,000", "100,000"):
+        yield ("LunarLander-v3", size, 0.1), ("Ell-Epi*-own", "Ell_0.9-N", "SAC-N", "BC"), range(100, 103)
+    for size, tau in (("1,000", 0.5), ("10,000", 0.5), ("100,000", 0.5), ("1,000", 0.9), ("10,000", 0.9)):
+        yield ("CartPole-v1", size, tau), ("Ell-Epi*-own", "Ell_0.9-N-own", "Ell_0.9-N", "CH-N", "SAC-N", "BC"), first
+
+
+def grid_missing(rows):
+    """What the plan still lacks, and the hours that it takes: runs times the median time of those that are done."""
+    missing, done = {}, {}
+    for cell, methods, seeds in planned():
+        for method in methods:
+            have = grid_column(rows, cell, method)
+            done[method] = done.get(method, 0) + sum(seed in have for seed in seeds)
+            missing[method] = missing.get(method, 0) + sum(seed not in have for seed in seeds)
+    lines = []
+    for method in missing:
+        minutes = np.median([r["seconds"] for r in rows if r["method"] == method] or [math.nan]) / 60
+        hours = f"{missing[method] * minutes / 60:.1f}"
+        lines.append([method.replace("*", "\\*"), done[method], missing[method], f"{minutes:.1f}", hours])
+    return markdown(["method", "runs here", "missing", "minutes per run", "hours of one core"], lines)
 
 
 def grid_ablation(rows):
@@ -680,42 +651,6 @@ def grid_earlier(rows):
                 scores = ", ".join(f"{x:.0f}" for x in y)
                 lines.append([cell[1], method, f"`{flags}`", scores, f"{y.mean():.0f}"])
     return markdown(["transitions", "method", "changed", "seed by seed from 100 on", "mean"], lines)
-
-
-def grid_against(rows, method):
-    """The method minus the better of the peers, seed by seed on the same data; and its lowest seed."""
-    rows = [r for r in rows if not r["flags"]]
-    lines = []
-    for cell in grid_cells(rows):
-        here = [r for r in rows if grid_cell(r) == cell]
-        score = {(r["method"], r["seed"]): r["normalized_return"] for r in here}
-        seeds = sorted(seed for name, seed in score if name == method)
-        if not seeds:
-            continue
-        line = [cell[0], cell[1], cell[2], f"{min(score[method, s] for s in seeds):.0f}"]
-        for peer in PEERS:
-            d = np.array([score[method, s] - score[peer, s] for s in seeds if (peer, s) in score])
-            line.append(f"{interval(d, 1)} ({(d > 0).sum()} of {len(d)})" if len(d) else "")
-        lines.append(line)
-    return compared(["environment", "transitions", "τ", "lowest seed", *(f"− {peer}" for peer in PEERS)], lines)
-
-
-def grid_shapes(rows):
-    """Ten critics, own targets: the ellipsoid minus the box on the same data, with nothing else changed."""
-    rows = [r for r in rows if not r["flags"]]
-    lines = []
-    for cell in grid_cells(rows):
-        here = [r for r in rows if grid_cell(r) == cell]
-        box = {r["seed"]: r["normalized_return"] for r in here if r["method"] == "Box-N-own"}
-        ell = {r["seed"]: r["normalized_return"] for r in here if r["method"] == "Ell_0.9-N-own" and r["seed"] in box}
-        if not ell:
-            continue
-        d = np.array([ell[s] - box[s] for s in sorted(ell)])
-        scores = ", ".join(f"{box[s]:.0f}" for s in sorted(ell))
-        mean = f"{np.mean([box[s] for s in ell]):.0f}"
-        lines.append([*cell, scores, mean, f"{interval(d, 1)} ({(d > 0).sum()} of {len(d)})"])
-    header = ["environment", "transitions", "τ", "box, seed by seed from 100 on", "box, mean", "ellipsoid − box"]
-    return compared(header, lines)
 
 
 def grid_tuning(rows):
@@ -781,29 +716,28 @@ def tables(folder):
         made["tabular_tuning"] = tuning(tried)
     networks, timed = load(folder / "gym.csv"), load(folder / "speed.csv")
     if networks:
-        made["gym_ensemble"] = gym(networks, ("SAC-N", "CH-N", "Ell-N", "Ell_0.9-N", "EDAC", "BC"))
-        made["gym_epinet"] = gym(networks, ("Ell-Epi*", "Ell-Epi", "Ell_0.9-N", "SAC-N", "BC"))
         made["gym_detailed"] = gym(networks, GYM)
-        made["gym_paper_scale"] = paper_scale(networks, load(DOCS / "benchmark" / "paper_gym.csv"))
-        pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N"), ("Ell-Epi*", "Ell-Epi")]
-        made["gym_differences"] = paired(networks, pairs)
-        made["gym_against_cloning"] = paired(networks, [(m, "BC") for m in PAPERS])
-        made["gym_aggregated"] = gym_aggregated(networks)
-        made["gym_missing"] = gym_missing(networks)
-        made["gym_by_tau"], made["gym_slices"] = gym_by_tau(networks), slices(networks)
+        made["gym_slices"] = slices(networks)
         made["gym_schedule"] = schedule(networks)
         if by_upsilon(networks):
             made["gym_upsilon"] = gym_upsilon(networks)
-        made["gym_last_and_best"], made["gym_entropy"] = last_and_best(networks), training_entropy(networks)
-        if any(r["dataset_size"] == "" for r in networks):
-            made["gym_mixed"] = mixed(networks)
     if grid := load(folder / "grid.csv"):
-        made["grid_networks"] = grid_networks(grid)
+        made["grid_networks"] = grid_table(grid, (*GRID, *PEERS), "normalized_return", 0)
         made["grid_front"] = grid_front(grid)
+        pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N")]
+        made["grid_sets"] = grid_pairs(grid, pairs)
+        pairs = [("Box-N-own", "SAC-N"), ("Ell_0.9-N-own", "Ell_0.9-N"), ("Ell-Epi*-own", "Ell-Epi*")]
+        made["grid_targets"] = grid_pairs(grid, pairs)
+        made["grid_cloning"] = grid_pairs(grid, [(m, "BC") for m in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")])
+        made["grid_entropy"] = grid_table([r for r in grid if r["training_entropy"] != ""], GRID, "training_entropy", 2)
+        made["grid_best"] = grid_best(grid)
+        made["grid_paper_scale"] = grid_paper_scale(grid, load(DOCS / "benchmark" / "paper_gym.csv"))
+        made["grid_missing"] = grid_missing(grid)
         if any(r["flags"] for r in grid):
             made["grid_ablation"] = grid_ablation(grid)
-        made["grid_epinet"] = grid_against(grid, "Ell-Epi*-own")
-        made["grid_ensemble"] = grid_against(grid, "Ell_0.9-N-own")
+        against = [f"− {peer}" for peer in PEERS]
+        made["grid_epinet"] = grid_pairs(grid, [("Ell-Epi*-own", peer) for peer in PEERS], against, lowest=True)
+        made["grid_ensemble"] = grid_pairs(grid, [("Ell_0.9-N-own", peer) for peer in PEERS], against, lowest=True)
         made["grid_shapes"] = grid_shapes(grid)
         made["grid_earlier"] = grid_earlier(grid)
     if settings := load(folder / "tuning.csv"):
