@@ -453,15 +453,15 @@ def atari_methods(rows):
 
 
 def atari_ablation(rows):
-    """Pong on a tuning seed: the default, and one change at a time."""
+    """Images on a tuning seed: the default, and one change at a time."""
     lines = []
     for row in rows:
-        made = [row["method"].removesuffix("-pixels").replace("*", "\\*")]
+        made = [atari_game(row), row["method"].removesuffix("-pixels").replace("*", "\\*")]
         made.append(f"`{row['flags']}`" if row["flags"] else "" if row["method"] == "BC-pixels" else "nothing")
         made += [row["seed"], f"{row['eval_return_mean']:.1f} ± {row['eval_return_std']:.1f}"]
         made.append("" if row["q_star_minus_return"] == "" else f"{row['q_star_minus_return']:.2f}")
         lines.append(made)
-    return markdown(["method", "changed", "seed", "return ± std over episodes", "q\\* minus return"], lines)
+    return markdown(["game", "method", "changed", "seed", "return ± std over episodes", "q\\* minus return"], lines)
 
 
 def atari_speed(rows, methods):
