@@ -352,18 +352,15 @@ def grid(args):
             if points:
                 style = ":" if method == "BC" else "-"
                 ax.plot(*zip(*points), color=colour, lw=1.2, marker=marker, ms=4.5, ls=style)
-            ax.set(xscale="log", xlabel="transitions")
+            ax.set(xscale="log", xlim=(600, 170_000), xlabel="transitions")
             ax.set_title(f"data of the {TAUS[tau][1].split(', ')[1]} policy", fontsize=8.5)
         y = list(grid_column(rows, ("LunarLander-v3", "100,000, mixed", 0.5), method).values())
         axes[2].plot([i] * len(y), y, **faint)
         if y:
             axes[2].plot([i], [np.mean(y)], marker, color=colour, ms=6)
     axes[2].set_title("100,000 of mixed quality", fontsize=8.5)
-    axes[2].set(xticks=range(len(methods)), xlim=(-0.7, len(methods) - 0.3))
-    axes[2].set_xticklabels(methods, rotation=60, fontsize=8)
-    for label, (colour, _) in zip(axes[2].get_xticklabels(), methods.values()):
-        label.set_color(colour)
-    axes[0].set_ylabel("normalised return, last policy\n(0: random play, 100: behaviour policy)", fontsize=8.5)
+    axes[2].set(xticks=[], xlim=(-0.7, len(methods) - 0.3))
+    axes[0].set_ylabel("normalised return")
     handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in methods.values()]
     fig.legend(handles, methods, loc="outside lower center", ncols=len(methods), fontsize=8)
     for ax in axes:
