@@ -621,9 +621,12 @@ def grid_missing(rows):
             missing[method] = missing.get(method, 0) + sum(seed not in have for seed in seeds)
     lines = []
     for method in missing:
-        minutes = np.median([r["seconds"] for r in rows if r["method"] == method] or [math.nan]) / 60
-        hours = f"{missing[method] * minutes / 60:.1f}"
-        lines.append([method.replace("*", "\\*"), done[method], missing[method], f"{minutes:.1f}", hours])
+        seconds = [r["seconds"] for r in rows if r["method"] == method]
+        line = [method.replace("*", "\\*"), done[method], missing[method], "", ""]
+        if seconds:
+            minutes = np.median(seconds) / 60
+            line[3:] = f"{minutes:.1f}", f"{missing[method] * minutes / 60:.1f}"
+        lines.append(line)
     return markdown(["method", "runs here", "missing", "minutes per run", "hours of one core"], lines)
 
 
