@@ -337,15 +337,14 @@ def grid(args):
     rows = load(ROOT / "docs" / "benchmark" / "grid.csv")
     methods = {name: style for name, style in METHODS.items() if name not in ("Ell-Epi", "BC")}
     methods |= {"Ell-Epi*-own": ("#56B4E9", "v"), "BC": METHODS["BC"]}
-    sizes = {1000: "1,000", 10_000: "10,000", 100_000: "100,000"}
     fig, axes = plt.subplots(1, 3, figsize=(7.5, 3.1), sharey=True, width_ratios=(3, 3, 2))
     for i, (method, (colour, marker)) in enumerate(methods.items()):
         faint = dict(color=colour, marker=marker, ms=3, alpha=0.4, mew=0.8, ls="none")
         for ax, tau in zip(axes, (0.5, 0.9)):
             shift = 1.09 ** (i - 2.5)
             points = []
-            for size, name in sizes.items():
-                y = list(grid_column(rows, ("LunarLander-v3", name, tau), method).values())
+            for size in (1000, 10_000, 100_000):
+                y = list(grid_column(rows, ("LunarLander-v3", f"{size:,}", tau), method).values())
                 ax.plot([size * shift] * len(y), y, **faint)
                 if y:
                     points.append((size * shift, np.mean(y)))

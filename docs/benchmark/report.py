@@ -72,6 +72,11 @@ def interval(x, digits=0):
     return f"{x.mean():.{digits}f} ± {half:.{digits}f}"
 
 
+def gained(gain):
+    """Differences by seed: mean ± half width, and how many seeds gained; nothing if there is no seed."""
+    return f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})" if len(gain) else ""
+
+
 def marked(columns, digits=0):
     """Intervals; bold the best and underlined the worst mean, if ahead of (behind) all others by 1 or more."""
     cells, means = [interval(x, digits) for x in columns], [x.mean() for x in columns]
@@ -127,7 +132,7 @@ def differences(rows, column="normalized_return"):
             cells = []
             for pair in pairs:
                 first, second = (per_seed(rows, column, env_id=env, dataset_size=size, method=m) for m in pair)
-                cells.append(f"{interval(first - second, 1)} ({(first > second).sum()} of {len(first)})")
+                cells.append(gained(first - second))
             table.append([env, f"{size}×", *cells])
     return compared(["MDP", "data", *(f"{first} − {second}" for first, second in pairs)], table)
 
@@ -291,8 +296,8 @@ def slices(rows):
         seeds = {r["seed"] for r in chosen}
         if len(seeds) == 1:
             continue
-        usual = [r for r in grid if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
-        line = [interval(per_seed(x, "normalized_return"), 1) if x else "" for x in (chosen, usual)]
+        before = [r for r in grid if (cell(r), r["method"]) == (key[:3], key[4]) and r["seed"] in seeds]
+        line = [interval(per_seed(x, "normalized_return"), 1) if x else "" for x in (chosen, before)]
         spread = [r["training_entropy"] for r in chosen if r["training_entropy"] not in ("", None)]
         line.append(f"{np.mean(spread):.2f}" if spread else "")
         table.append(
@@ -549,7 +554,7 @@ def grid_pairs(rows, pairs, titles=None, lowest=False):
         for first, second in pairs:
             x, y = grid_column(rows, cell, first), grid_column(rows, cell, second)
             gain = np.array([x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())])
-            line.append(f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})" if len(gain) else "")
+            line.append(gained(gain))
         if any(line):
             worst = [f"{min(grid_column(rows, cell, pairs[0][0]).values()):.0f}"] if lowest else []
             lines.append([*cell, *worst, *line])
@@ -567,7 +572,7 @@ def grid_shapes(rows):
             gain = np.array([ell[s] - box[s] for s in seeds])
             scores = ", ".join(f"{box[s]:.0f}" for s in seeds)
             mean = f"{np.mean([box[s] for s in seeds]):.0f}"
-            lines.append([*cell, scores, mean, f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})"])
+            lines.append([*cell, scores, mean, gained(gain)])
     header = ["environment", "transitions", "τ", "box, seed by seed from 100 on", "box, mean", "ellipsoid − box"]
     return compared(header, lines)
 
@@ -731,8 +736,9 @@ def tables(folder):
         pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N")]
         made["grid_sets"] = grid_pairs(grid, pairs)
         pairs = [("Box-N-own", "SAC-N"), ("Ell_0.9-N-own", "Ell_0.9-N"), ("Ell-Epi*-own", "Ell-Epi*")]
-        made["grid_targets"] = grid_pairs(grid, pairs)
-        made["grid_cloning"] = grid_pairs(grid, [(m, "BC") for m in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")])
+        made["grid_targets"] = grid_pairs(grid, [*pairs, ("Ell-Epi*-own", "Ell_0.9-N")])
+        pairs = [(m, "BC") for m in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")]
+        made["grid_cloning"] = grid_pairs(grid, [*pairs, ("SAC-N", "BC-top"), ("Ell_0.9-N", "BC-top")])
         made["grid_entropy"] = grid_table([r for r in grid if r["training_entropy"] != ""], GRID, "training_entropy", 2)
         made["grid_best"] = grid_best(grid)
         made["grid_paper_scale"] = grid_paper_scale(grid, load(DOCS / "benchmark" / "paper_gym.csv"))
