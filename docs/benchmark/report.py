@@ -95,12 +95,17 @@ def markdown(header, rows):
     return "\n".join(lines)
 
 
-def compared(header, rows):
-    """A table of paired differences, and how many of them exclude 0: of many 90 % intervals some do by chance."""
+def how_many_are_clear(rows):
+    """How many paired differences exclude 0: of many 90 % intervals some do by chance."""
     found = re.findall(r"(-?[\d.]+) ± ([\d.]+)", " ".join(" ".join(map(str, row)) for row in rows))
     clear = sum(abs(float(mean)) > float(half) for mean, half in found)
     chance = f"By chance alone about {len(found) / 10:.0f} would." if len(found) > 4 else ""
-    return markdown(header, rows) + f"\n\n{clear} of these {len(found)} intervals exclude 0. {chance}".rstrip()
+    return f"{clear} of these {len(found)} intervals exclude 0. {chance}".rstrip()
+
+
+def compared(header, rows):
+    """A table of paired differences, and how many of them exclude 0."""
+    return markdown(header, rows) + "\n\n" + how_many_are_clear(rows)
 
 
 def paper_grid(rows, paper, column="normalized_return", taus=False):
@@ -154,19 +159,23 @@ def against_box(rows):
 
 
 def by_evaluation(rows):
-    """The four exact evaluations at 10×: greedy or stochastic policy, uniform start or state 1."""
+    """The exact evaluations: greedy or, at 10×, stochastic policy; uniform start or state 1."""
     columns = {
         "normalized_return": "greedy, uniform start",
-        "normalized_return_stochastic": "stochastic, uniform start",
         "normalized_return_state1": "greedy, state 1",
+        "normalized_return_stochastic": "stochastic, uniform start",
         "normalized_return_stochastic_state1": "stochastic, state 1",
     }
     table = []
     for env in ENVS:
-        for column, label in columns.items():
-            cells = [interval(per_seed(rows, column, env_id=env, dataset_size=10, method=m)) for m in METHODS.values()]
-            table.append([env, label, *cells])
-    return markdown(["MDP, 10×", "evaluation", *METHODS.values()], table)
+        for size in sorted({r["dataset_size"] for r in rows}):
+            for column, label in columns.items():
+                if size == 10 or "stochastic" not in label:
+                    where = dict(env_id=env, dataset_size=size)
+                    scores = [per_seed(rows, column, method=m, **where) for m in METHODS.values()]
+                    gain = scores[-1] - scores[0]
+                    table.append([env, f"{size}×", label, *map(interval, scores), interval(gain, 1)])
+    return markdown(["MDP", "data", "evaluation", *METHODS.values(), "Ell_0.9-N − SAC-N"], table)
 
 
 def no_bootstrap(rows):
@@ -534,45 +543,63 @@ def grid_table(rows, methods, column, digits):
 
 
 def grid_front(rows):
-    """The front page: LunarLander, neutral data, own targets against the paper's form and cloning."""
+    """The front page: LunarLander, neutral and risk-averse data, own targets against the paper's form and cloning."""
     names = {"Ell-Epi*-own": "Epinet, own targets", "Ell-Epi*": "Epinet, the paper's form", "SAC-N": "SAC-N"}
     names |= {"BC": "cloning", "BC-top": "cloning the better half", "CQL": "CQL (d3rlpy)"}
+    kinds = {0.5: "", 0.9: ", risk-averse"}
     lines = []
     for cell in grid_cells(rows):
-        if cell[0] == "LunarLander-v3" and cell[2] == 0.5:
+        if cell[0] == "LunarLander-v3" and cell[2] in kinds:
             columns = [np.array(list(grid_column(rows, cell, m).values())) for m in names]
-            lines.append([cell[1], *(interval(y) if len(y) else "not run" for y in columns)])
+            lines.append([cell[1] + kinds[cell[2]], *(interval(y) if len(y) else "not run" for y in columns)])
     return markdown(["transitions", *names.values()], lines)
 
 
+def grid_gain(rows, cell, first, second):
+    """First minus second method on the same data, by seed."""
+    x, y = grid_column(rows, cell, first), grid_column(rows, cell, second)
+    return {seed: x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())}
+
+
+def grid_pooled(rows, first, second):
+    """The mean of the differences over the cells that have seeds 100 to 104, seed by seed, and how many cells they are.
+    Averaged within a seed, because its data sets are alike: the small ones are the beginning of the large ones."""
+    seeds = range(100, 105)
+    gains = [grid_gain(rows, cell, first, second) for cell in grid_cells(rows)]
+    gains = [gain for gain in gains if all(seed in gain for seed in seeds)]
+    if len(gains) < 2:
+        return ""
+    means = np.array([np.mean([gain[seed] for gain in gains]) for seed in seeds])
+    return f"{gained(means)}, {len(gains)} cells"
+
+
 def grid_pairs(rows, pairs, titles=None, lowest=False):
-    """Differences of two methods on the same data, paired by seed, and how many seeds gained; before them the lowest
-    seed of the first method, if wanted."""
+    """Differences of two methods on the same data, paired by seed, and how many seeds gained. Before them the lowest
+    seed of the first method, if wanted; if not, the mean over the cells below them."""
     lines = []
     for cell in grid_cells(rows):
-        line = []
-        for first, second in pairs:
-            x, y = grid_column(rows, cell, first), grid_column(rows, cell, second)
-            gain = np.array([x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())])
-            line.append(gained(gain))
+        line = [gained(np.array(list(grid_gain(rows, cell, *pair).values()))) for pair in pairs]
         if any(line):
             worst = [f"{min(grid_column(rows, cell, pairs[0][0]).values()):.0f}"] if lowest else []
             lines.append([*cell, *worst, *line])
+    pooled = [grid_pooled(rows, *pair) for pair in pairs]
+    if any(pooled) and not lowest:
+        lines.append(["mean over cells", "", "", *pooled])
     titles = titles or [f"{first} − {second}".replace("*", "\\*") for first, second in pairs]
     return compared(["environment", "transitions", "τ", *(["lowest seed"] if lowest else []), *titles], lines)
 
 
-def grid_shapes(rows):
-    """Ten critics, own targets: the ellipsoid minus the box on the same data, with nothing else changed."""
+def grid_shapes(rows, box, ellipsoid):
+    """Own targets: the ellipsoid minus the box on the same data, with nothing else changed."""
     lines = []
     for cell in grid_cells(rows):
-        box, ell = grid_column(rows, cell, "Box-N-own"), grid_column(rows, cell, "Ell_0.9-N-own")
-        seeds = sorted(box.keys() & ell.keys())
-        if seeds:
-            gain = np.array([ell[s] - box[s] for s in seeds])
-            scores = ", ".join(f"{box[s]:.0f}" for s in seeds)
-            mean = f"{np.mean([box[s] for s in seeds]):.0f}"
-            lines.append([*cell, scores, mean, gained(gain)])
+        gain = grid_gain(rows, cell, ellipsoid, box)
+        if gain:
+            scores = [grid_column(rows, cell, box)[seed] for seed in gain]
+            seed_by_seed = ", ".join(f"{x:.0f}" for x in scores)
+            lines.append([*cell, seed_by_seed, f"{np.mean(scores):.0f}", gained(np.array(list(gain.values())))])
+    if pooled := grid_pooled(rows, ellipsoid, box):
+        lines.append(["mean over cells", "", "", "", "", pooled])
     header = ["environment", "transitions", "τ", "box, seed by seed from 100 on", "box, mean", "ellipsoid − box"]
     return compared(header, lines)
 
@@ -599,6 +626,34 @@ def grid_best(rows):
             gain = 100 * (r["best_return"] - r["eval_return_mean"]) / (r["reference_return"] - r["random_return"])
             found.append(r | {"best_minus_last": gain})
     return grid_table(found, GRID, "best_minus_last", 0)
+
+
+def grid_overall(rows):
+    """LunarLander, the seven cells with all methods: every seed is averaged over the cells first. The last column is
+    the most that a method's mean stays behind the best baseline of a cell. A method that lacks a run is left out."""
+    cells = [("LunarLander-v3", size, tau) for tau in (0.5, 0.9) for size in ("1,000", "10,000", "100,000")]
+    cells.append(("LunarLander-v3", "100,000, mixed", 0.5))
+    seeds = range(100, 105)
+    scores = {}  # of a method: seeds x cells
+    for method in (*GRID, *PEERS):
+        columns = [grid_column(rows, cell, method) for cell in cells]
+        if all(seed in column for column in columns for seed in seeds):
+            scores[method] = np.array([[column[seed] for column in columns] for seed in seeds])
+    if not {"SAC-N", *PEERS} <= scores.keys():
+        return ""
+    best = np.max([scores[peer].mean(0) for peer in PEERS], axis=0)  # per cell
+    lines = []
+    for method, y in scores.items():
+        line = [method.replace("*", "\\*"), interval(y.mean(1), 1)]
+        for other in ("SAC-N", "BC-top"):
+            line.append("" if method == other else gained((y - scores[other]).mean(1)))
+        behind = best - y.mean(0)
+        worst = int(behind.argmax())
+        data = cells[worst][1] + (", τ = 0.9" if cells[worst][2] == 0.9 else "")
+        lines.append([*line, f"{y.min():.0f}", f"{behind.max():.0f} ({data})" if behind.max() >= 0.5 else "0"])
+    header = ["method", "mean over seven cells", "minus SAC-N", "minus BC-top", "lowest run"]
+    table = markdown([*header, "most behind the best of BC, BC-top and CQL"], lines)
+    return f"{table}\n\nDifferences: {how_many_are_clear([line[2:4] for line in lines])}"
 
 
 def planned():
@@ -743,12 +798,14 @@ def tables(folder):
         made["grid_best"] = grid_best(grid)
         made["grid_paper_scale"] = grid_paper_scale(grid, load(DOCS / "benchmark" / "paper_gym.csv"))
         made["grid_missing"] = grid_missing(grid)
+        made["grid_overall"] = grid_overall(grid)
         if any(r["flags"] for r in grid):
             made["grid_ablation"] = grid_ablation(grid)
         against = [f"− {peer}" for peer in PEERS]
         made["grid_epinet"] = grid_pairs(grid, [("Ell-Epi*-own", peer) for peer in PEERS], against, lowest=True)
         made["grid_ensemble"] = grid_pairs(grid, [("Ell_0.9-N-own", peer) for peer in PEERS], against, lowest=True)
-        made["grid_shapes"] = grid_shapes(grid)
+        made["grid_shapes"] = grid_shapes(grid, "Box-N-own", "Ell_0.9-N-own")
+        made["grid_shapes_epinet"] = grid_shapes(grid, "Box-Epi*-own", "Ell-Epi*-own")
         made["grid_earlier"] = grid_earlier(grid)
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
