@@ -99,7 +99,7 @@ def test_report_on_a_small_csv(tmp_path):
     half = stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3)
     (line,) = [x for x in made["tabular_differences"].splitlines() if x.startswith("| RiverSwim | 10×")]
     assert f"{gain.mean():.1f} ± {half:.1f} ({(gain > 0).sum()} of 3)" in line
-    # against the box in one cell, and how many of the 36 intervals of that table exclude 0
+    # against the box in one cell, and how many of the 54 intervals of that table exclude 0
     here = [r for r in chosen if r["expectile_tau"] == 0.9]
     box = np.array([r["normalized_return"] for r in here if r["uncertainty_set"] == "box"])
     ell = np.array([r["normalized_return"] for r in here if (r["uncertainty_set"], r["upsilon"]) == ("ellipsoid", 0.9)])
@@ -107,12 +107,22 @@ def test_report_on_a_small_csv(tmp_path):
     lines = made["tabular_against_box"].splitlines()
     (line,) = [x for x in lines if x.startswith("| RiverSwim | 10× | 0.9 ")]
     assert f"| {(ell - box).mean():.1f} ± {half:.1f} | {100 * (ell.mean() / box.mean() - 1):+.0f} % |" in line
+    box = [r["normalized_return_state1"] for r in here if r["uncertainty_set"] == "box"]
+    ell = [r["normalized_return_state1"] for r in here if (r["uncertainty_set"], r["upsilon"]) == ("ellipsoid", 0.9)]
+    gain = np.subtract(ell, box)
+    half = stats.t.ppf(0.95, 2) * gain.std(ddof=1) / np.sqrt(3)
+    assert line.split(" | ")[5] == f"{gain.mean():.1f} ± {half:.1f}"
     clear = 0
     for x in lines[2:20]:
-        for part in x.split("|")[4:7:2]:
+        for part in (x.split("|")[column] for column in (4, 6, 7)):
             mean, half = map(float, part.split("±"))
             clear += mean - half > 0 or mean + half < 0
-    assert lines[-1] == f"{clear} of these 36 intervals exclude 0. By chance alone about 4 would."
+    assert lines[-1] == f"{clear} of these 54 intervals exclude 0. By chance alone about 5 would."
+    # another evaluation at another size
+    chosen = [r for r in rows if (r["env_id"], r["dataset_size"]) == ("RiverSwim", 100)]
+    mean = np.mean([r["normalized_return_state1"] for r in chosen if r["uncertainty_set"] == "hull"])
+    cells = table_line(made["tabular_evaluations"], "RiverSwim", "100×", "greedy, state 1")
+    assert cells[4].startswith(f"{mean:.0f} ± ")
     # the command fills a page, and a second time changes nothing
     (tmp_path / "page.md").write_text("a\n<!-- table: tabular_aggregated -->\nold\n<!-- end -->\nb\n")
     command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
@@ -161,7 +171,7 @@ def row_of_a_sweep(method, size, tau, seed, score, flags="", env_id="LunarLander
     row = dict(method=method, dataset_id=f"ersac/x/y-s{seed}-v0", seed=seed, flags=flags, env_id=env_id)
     row |= dict(dataset_size=size, expectile_tau=tau, early_fraction=early_fraction, normalized_return=score)
     row |= dict(best_return=2 * score + 8, eval_return_mean=2 * score, random_return=0, reference_return=200)
-    return row | dict(training_entropy=0.25, seconds=120)
+    return row | dict(training_entropy=0.25, q_star_minus_return=-score / 10, seconds=120)
 
 
 def test_report_of_shapes_on_a_small_csv(tmp_path):
@@ -266,6 +276,8 @@ def test_report_of_the_grid_on_a_small_csv(tmp_path):
     assert cells[3:] == ["-10.0 (0 of 1)", "", "-8.0 (0 of 1)", "", "", ""]
     assert table_line(made["grid_best"], "LunarLander-v3", "10,000", "0.5")[-1] == "4 ± 0"  # 8 of 200
     assert table_line(made["grid_entropy"], "LunarLander-v3", "100,000, mixed")[-1] == "0.25 (1)"
+    assert table_line(made["grid_bound"], "LunarLander-v3", "100,000, mixed")[-1] == "-7.0 (1)"
+    assert "CartPole" not in made["grid_bound"]
     ours = 100 * (2 * 30 + 102) / 150
     assert table_line(made["grid_paper_scale"], "10,000", "0.5")[2] == f"93 / {ours:.0f}"
     front = table_line(made["grid_front"], "10,000 ")

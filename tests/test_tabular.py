@@ -560,6 +560,19 @@ def test_riverswim_is_the_published_one():
     assert P.sum(-1) == pytest.approx(1.0, abs=1e-14)
 
 
+def test_from_the_left_bank_of_riverswim_swimming_right_is_worse_than_random():
+    """What the docs say about the start in state 1: left forever is optimal there, right forever worse than a coin."""
+    P, R = riverswim()
+    v = np.zeros(20)
+    for _ in range(500):
+        v = (P * (R + 0.9 * v)).sum(-1).max(-1)  # value iteration
+    left, right, coin = (policy_value(P, R, np.tile(pi, (20, 1)), 0.9) for pi in ([1, 0], [0, 1], [0.5, 0.5]))
+    assert left[0] == pytest.approx(v[0], abs=1e-9)
+    assert left[0] == pytest.approx(5 / (1 - 0.9), abs=1e-9)
+    assert right[0] < coin[0] < left[0]
+    assert right.mean() > left.mean()  # from a uniform start it is the other way round
+
+
 # ----- expectiles and risk-sensitive value iteration
 def test_expectile_agrees_with_scipy():
     rng = np.random.default_rng(0)
