@@ -299,7 +299,7 @@ def test_report_over_the_seven_cells_on_a_small_csv(tmp_path):
         for i, seed in enumerate((100, 101, 102, 103, 104)):
             for j, (size, tau, early) in enumerate(cells):
                 row = row_of_a_sweep(method, size, tau, seed, int(table[i, j]), early_fraction=early)
-                rows.append(row)
+                rows.append(row | {"training_entropy": (i + j) / 10})
     rows.append(row_of_a_sweep("CH-N", 1000, 0.5, 100, 50))  # lacks all other runs
     written(tmp_path / "grid.csv", rows)
     made = report.tables(tmp_path)["grid_overall"]
@@ -323,6 +323,30 @@ def test_report_over_the_seven_cells_on_a_small_csv(tmp_path):
     pooled = f"{sum(gain) / 5:.1f} ± {half:.1f} ({sum(g > 0 for g in gain)} of 5), 7 cells"
     assert table_line(report.tables(tmp_path)["grid_sets"], "mean over cells")[4] == pooled
     assert made.splitlines()[-1].startswith("Differences: ") and "of these 8 intervals" in made
+
+
+def test_report_of_spread_and_entropy_on_a_small_csv(tmp_path):
+    """The spread is that of the last update of each run; the rank correlation is over the runs of the three sets."""
+    rng = np.random.default_rng(1)
+    rows, points, entropies, scores = [], [], [], []
+    for method in ("SAC-N", "CH-N", "Ell_0.9-N", "BC"):
+        for seed in (100, 101, 102, 103):
+            row = row_of_a_sweep(method, 10_000, 0.5, seed, float(rng.integers(100)))
+            row["training_entropy"] = rng.uniform()
+            rows.append(row)
+            name = {key: row[key] for key in ("method", "dataset_id", "seed", "flags")}
+            points += [name | {"update": update, "charts/std_data_actions": 100 * update} for update in (1, 2)]
+            if method != "BC":
+                entropies.append(row["training_entropy"])
+                scores.append(row["normalized_return"])
+    written(tmp_path / "grid.csv", rows)
+    written(tmp_path / "grid_curves.csv", points)
+    made = report.tables(tmp_path)
+    assert table_line(made["grid_spread"], "LunarLander-v3", "10,000")[3:] == ["200.00 ± 0.00 (4)"] * 3
+    below = [sum(y < x for y in entropies) + sum(y == x for y in entropies) / 2 for x in entropies]  # ranks
+    lower = [sum(y < x for y in scores) + sum(y == x for y in scores) / 2 for x in scores]
+    rho = np.corrcoef(below, lower)[0, 1]
+    assert table_line(made["grid_entropy_return"], "LunarLander-v3", "10,000")[3:] == [f"{rho:.2f}", "12"]
 
 
 def test_best_and_worst_are_marked_by_the_papers_rule():

@@ -638,6 +638,31 @@ def grid_best(rows):
     return grid_table(found, GRID, "best_minus_last", 0)
 
 
+def grid_spread(rows, curves):
+    """How far the critics differ about the data's own actions after the last update, by data set."""
+    last = {}
+    for point in curves:  # in the order of the updates
+        last[point["method"], point["dataset_id"], point["seed"], point["flags"]] = point["charts/std_data_actions"]
+    found = []
+    for row in rows:
+        key = (row["method"], row["dataset_id"], row["seed"], row["flags"])
+        if key in last:
+            found.append(row | {"spread": last[key]})
+    return grid_table(found, GRID, "spread", 2)
+
+
+def grid_entropy_return(rows):
+    """Over the runs of the paper's ensembles in a cell: does less entropy in training go with a lower return?"""
+    methods = ("SAC-N", "CH-N", "Ell_0.9-N")
+    lines = []
+    for cell in grid_cells(rows):
+        runs = [r for r in rows if grid_cell(r) == cell and r["method"] in methods and usual(r)]
+        if len(runs) >= 10:
+            rho, _ = stats.spearmanr([r["training_entropy"] for r in runs], [r["normalized_return"] for r in runs])
+            lines.append([*cell, f"{rho:.2f}", len(runs)])
+    return markdown(["environment", "transitions", "τ", "rank correlation", "runs"], lines)
+
+
 def grid_overall(rows):
     """LunarLander, the seven cells with all methods: every seed is averaged over the cells first. The last column is
     the most that a method's mean stays behind the best baseline of a cell. A method that lacks a run is left out."""
@@ -805,10 +830,11 @@ def tables(folder):
         pairs = [(m, "BC") for m in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")]
         made["grid_cloning"] = grid_pairs(grid, [*pairs, ("SAC-N", "BC-top"), ("Ell_0.9-N", "BC-top")])
         made["grid_entropy"] = grid_table([r for r in grid if r["training_entropy"] != ""], GRID, "training_entropy", 2)
-        ended = [r for r in grid if r["env_id"] != "CartPole-v1"]  # its episodes are cut off, so their return is unknown
+        ended = [r for r in grid if r["env_id"] != "CartPole-v1"]  # its episodes are cut off: returns are not known
         ended = [r for r in ended if r["q_star_minus_return"] != ""]
         made["grid_bound"] = grid_table(ended, GRID, "q_star_minus_return", 1)
         made["grid_best"] = grid_best(grid)
+        made["grid_entropy_return"] = grid_entropy_return(grid)
         made["grid_paper_scale"] = grid_paper_scale(grid, load(DOCS / "benchmark" / "paper_gym.csv"))
         made["grid_missing"] = grid_missing(grid)
         made["grid_overall"] = grid_overall(grid)
@@ -820,6 +846,8 @@ def tables(folder):
         made["grid_shapes"] = grid_shapes(grid, "Box-N-own", "Ell_0.9-N-own")
         made["grid_shapes_epinet"] = grid_shapes(grid, "Box-Epi*-own", "Ell-Epi*-own")
         made["grid_earlier"] = grid_earlier(grid)
+        if curves := load(folder / "grid_curves.csv"):
+            made["grid_spread"] = grid_spread(grid, curves)
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
     learned, fixed = load(folder / "tabular_calibration.csv"), load(folder / "calibration.csv")
