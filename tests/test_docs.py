@@ -132,6 +132,27 @@ def test_report_on_a_small_csv(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
 
 
+def test_report_of_targets_on_a_small_csv(tmp_path):
+    """Each setting in its own line, shared and own side by side; seeds are averaged over the taus."""
+    rows = []
+    for targets, extra, bootstrap, score in (
+        ("shared", "", True, 40),
+        ("own", "", True, 60),
+        ("own", "--prior 0 1", False, 10),
+    ):
+        for tau, seed in ((0.1, 100), (0.5, 100), (0.1, 101), (0.5, 101)):
+            row = dict(env_id="RiverSwim", dataset_size=10, expectile_tau=tau, uncertainty_set="hull", upsilon=0.9)
+            row |= dict(bootstrap=bootstrap, seed=seed, arguments=f"--targets {targets} {extra}")
+            rows.append(row | dict(normalized_return=score + 10 * tau, normalized_return_state1=score / 2))
+    written(tmp_path / "tabular_targets.csv", rows)
+    table = report.tables(tmp_path)["tabular_targets"]
+    assert len(table.splitlines()) == 2 + 4
+    cells = table_line(table, "RiverSwim", "10×", "resampled", "all values", "uniform")
+    assert cells[5:] == ["", "", "43 ± 0", "63 ± 0", "", "", "", ""]
+    cells = table_line(table, "RiverSwim", "10×", "the same", "below", "state 1")
+    assert cells[5:] == ["", "", "", "5 ± 0", "", "", "", ""]
+
+
 def test_report_of_images_on_a_small_csv(tmp_path):
     """Returns seed by seed, and minus the clone of the same seed; runs with other flags are the ablation's."""
     columns = "method,dataset_id,seed,flags,eval_return_mean,eval_return_std,best_return,q_star_minus_return,seconds"

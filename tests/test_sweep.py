@@ -216,6 +216,17 @@ def test_cells_of_the_tabular_grids_are_arguments_of_the_script():
             assert all(getattr(args, key) == value for key, value in cell.items())
 
 
+def test_a_part_of_a_tabular_grid(tmp_path):
+    """--envs and --sizes choose cells; a part that the grid lacks ends in one line, and nothing is written."""
+    command = [sys.executable, str(BENCHMARK / "tabular.py"), "--grid", "no-bootstrap"]
+    done = subprocess.run([*command, "--envs", "RiverSwim", "--sizes", "10"], capture_output=True, text=True)
+    assert done.returncode == 0 and "all 240 runs are there" in done.stdout  # of the 360 of both MDPs
+    command += ["--out", str(tmp_path / "x.csv")]
+    done = subprocess.run([*command, "--sizes", "1000"], capture_output=True, text=True)  # the grid has 10 alone
+    assert done.returncode == 1 and "the grid has no such cell" in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_tabular_grid_makes_what_is_missing_and_reproduces_the_committed_row(tmp_path):
     """The last line is cut in half, as by a kill; its run is made again, and nothing else."""

@@ -8,6 +8,7 @@ The paper's own numbers are in docs/benchmark/paper_*.csv.
 """
 
 import csv
+import itertools
 import math
 import re
 import sys
@@ -202,6 +203,28 @@ def no_bootstrap(rows):
                 cells.append(interval(per_seed(chosen, "support_optimum", method="SAC-N", **where), 1))
                 table.append([label, env, tau or "mean", *cells])
     return markdown(["initial tables", "MDP, 10×", "τ", *METHODS.values(), "value iteration on the data"], table)
+
+
+def by_targets(rows):
+    """Shared and own targets, with and without bootstrap, for two ranges of initial tables; mean over the taus."""
+    evaluations = {"normalized_return": "uniform", "normalized_return_state1": "state 1"}
+    columns = list(itertools.product(METHODS.values(), ("shared", "own")))
+    table = []
+    for env, size, bootstrap, low in itertools.product(ENVS, (10, 100), (True, False), (False, True)):
+        here = [r for r in rows if (r["env_id"], r["dataset_size"], r["bootstrap"]) == (env, size, bootstrap)]
+        here = [r for r in here if ("--prior" in r["arguments"]) == low]
+        if not here:
+            continue
+        setting = [env, f"{size}×", "resampled" if bootstrap else "the same", "below" if low else "all values"]
+        for column, start in evaluations.items():
+            line = [*setting, start]
+            for method, targets in columns:
+                mine = [r for r in here if f"--targets {targets}" in r["arguments"]]
+                y = per_seed(mine, column, method=method)
+                line.append(interval(y) if len(y) else "")
+            table.append(line)
+    names = [f"{method} {targets}" for method, targets in columns]
+    return markdown(["MDP", "data", "critics' data", "initial tables", "start", *names], table)
 
 
 def by_tau(rows):
@@ -807,6 +830,8 @@ def tables(folder):
         made["tabular_by_tau"] = by_tau(paper)
     if same:
         made["tabular_no_bootstrap"] = no_bootstrap(same)
+    if both := load(folder / "tabular_targets.csv"):
+        made["tabular_targets"] = by_targets(both)
     if paper and (fewer := load(folder / "tabular_critics.csv")):
         made["tabular_critics"] = by_critics(fewer, paper)
     if paper and smaller:

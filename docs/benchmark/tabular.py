@@ -1,6 +1,7 @@
 """The tabular experiments as one resumable command: every cell and seed of a grid is one run of ersac_tabular.py.
 
     python docs/benchmark/tabular.py --grid paper
+    python docs/benchmark/tabular.py --grid targets --envs RiverSwim --sizes 10
 
 A finished run is a row of docs/benchmark/tabular_GRID.csv, written at once and skipped the next time. Every worker
 process makes many runs, so that the imports are paid for once. A run that fails is reported, the others go on.
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +50,10 @@ class Args:
     shares of critics in the ellipsoid; critics: fewer of them; targets: one target for all critics or each its own, by
     bootstrap and initial tables; calibration: how often the set holds the truth, against upsilon, with both kinds of
     targets; tuning: what was tried before the settings were fixed"""
+    envs: list[str] = field(default_factory=lambda: list(ENVS))
+    """MDPs, if not all of the grid"""
+    sizes: list[int] = field(default_factory=lambda: list(SIZES))
+    """transitions per state, if not all of the grid"""
     workers: int = 2
     """processes at a time, one thread each"""
     num_seeds: int = 10
@@ -160,7 +165,10 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     path = Path(args.out or ROOT / "docs" / "benchmark" / f"tabular_{args.grid.replace('-', '_')}.csv")
     first = 0 if args.grid == "tuning" else 100
-    names = [flags(cell) for cell in cells(args.grid)]
+    chosen = [cell for cell in cells(args.grid) if cell["env_id"] in args.envs and cell["dataset_size"] in args.sizes]
+    if not chosen:
+        sys.exit(f"--envs {' '.join(args.envs)} --sizes {' '.join(map(str, args.sizes))}: the grid has no such cell.")
+    names = [flags(cell) for cell in chosen]
     text = path.read_text() if path.exists() else ""
     rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # without a line that a kill cut in half
     have = {(row["arguments"], int(row["seed"])) for row in rows}
