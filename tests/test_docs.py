@@ -272,6 +272,7 @@ def test_report_of_the_grid_on_a_small_csv(tmp_path):
     rows = [row_of_a_sweep("SAC-N", 10_000, 0.5, seed, score) for seed, score in box.items()]
     rows += [row_of_a_sweep("Ell_0.9-N", 10_000, 0.5, s, x) for s, x in ((101, 25.0), (100, 12.0), (102, 29.0))]
     rows += [row_of_a_sweep("Ell_0.9-N", 10_000, 0.5, 103, 99.0, "--alpha 1")]
+    rows += [row_of_a_sweep("SAC-N", 10_000, 0.5, s, x, "--total-updates 40000") for s, x in ((101, 18.0), (100, 15.0))]
     rows += [row_of_a_sweep("SAC-N", 100_000, 0.5, 100, 70.0, early_fraction=0.5)]
     rows += [row_of_a_sweep("SAC-N", 1000, 0.5, 100, 60.0, "--total-updates 2000", "CartPole-v1")]
     rows += [row_of_a_sweep("SAC-N", 1000, 0.5, 101, 0.0, "", "CartPole-v1")]  # too many updates for CartPole's cell
@@ -296,6 +297,12 @@ def test_report_of_the_grid_on_a_small_csv(tmp_path):
     cells = table_line(made["grid_cloning"], "LunarLander-v3", "10,000", "0.5")
     assert cells[3:] == ["-10.0 (0 of 1)", "", "-8.0 (0 of 1)", "", "", ""]
     assert table_line(made["grid_best"], "LunarLander-v3", "10,000", "0.5")[-1] == "4 ± 0"  # 8 of 200
+    assert table_line(made["grid_longer"], "10,000", "0.5", "20,000")[3:] == [
+        "10, 20",
+        "15",
+        f"3.5 ± {stats.t.ppf(0.95, 1) * 1.5:.1f} (2 of 2)",
+    ]
+    assert table_line(made["grid_longer"], "10,000", "0.5", "40,000")[3:5] == ["15, 18", "16"]
     assert table_line(made["grid_entropy"], "LunarLander-v3", "100,000, mixed")[-1] == "0.25 (1)"
     assert table_line(made["grid_bound"], "LunarLander-v3", "100,000, mixed")[-1] == "-7.0 (1)"
     assert "CartPole" not in made["grid_bound"]
@@ -305,7 +312,7 @@ def test_report_of_the_grid_on_a_small_csv(tmp_path):
     assert front[1:4] == ["not run", "not run", f"30 ± {stats.t.ppf(0.95, 4) * np.sqrt(250) / np.sqrt(5):.0f}"]
     assert table_line(made["grid_front"], "10,000, risk-averse")[4] == "30"
     assert " 40 |" not in made["grid_front"]  # the front page leaves tau 0.1 to the results
-    done = {r["seed"] for r in rows if r["method"] == "SAC-N" and r["dataset_size"] == 10_000}
+    done = box.keys()
     cells = table_line(made["grid_missing"], "SAC-N")  # planned: 7 cells of 5 seeds, 3 of 3, 5 of 5
     assert cells[1:] == [str(len(done) + 2), str(69 - len(done) - 2), "2.0", f"{(69 - len(done) - 2) * 2 / 60:.1f}"]
 
