@@ -869,7 +869,8 @@ def tables(folder):
         pairs = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell-Epi*", "Ell_0.9-N")]
         made["grid_sets"] = grid_pairs(grid, pairs)
         pairs = [("Box-N-own", "SAC-N"), ("Ell_0.9-N-own", "Ell_0.9-N"), ("Ell-Epi*-own", "Ell-Epi*")]
-        made["grid_targets"] = grid_pairs(grid, [*pairs, ("Ell-Epi*-own", "Ell_0.9-N")])
+        pairs += [("Ell-Epi*-own", "Ell_0.9-N"), ("Ell-Epi*-own", "Ell_0.9-N-own")]
+        made["grid_targets"] = grid_pairs(grid, pairs)
         pairs = [(m, "BC") for m in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")]
         made["grid_cloning"] = grid_pairs(grid, [*pairs, ("SAC-N", "BC-top"), ("Ell_0.9-N", "BC-top")])
         made["grid_entropy"] = grid_table([r for r in grid if r["training_entropy"] != ""], GRID, "training_entropy", 2)
