@@ -123,6 +123,11 @@ def test_report_on_a_small_csv(tmp_path):
     mean = np.mean([r["normalized_return_state1"] for r in chosen if r["uncertainty_set"] == "hull"])
     cells = table_line(made["tabular_evaluations"], "RiverSwim", "100×", "greedy, state 1")
     assert cells[4].startswith(f"{mean:.0f} ± ")
+    assert len(made["tabular_evaluations"].splitlines()) == 2 + 2 * (4 + 2 + 2)  # the stochastic policy at 10× alone
+    chosen = [r for r in rows if (r["env_id"], r["dataset_size"], r["uncertainty_set"]) == ("RiverSwim", 10, "box")]
+    mean = np.mean([r["normalized_return_stochastic"] for r in chosen])
+    cells = table_line(made["tabular_evaluations"], "RiverSwim", "10×", "stochastic, uniform start")
+    assert cells[3].startswith(f"{mean:.0f} ± ")
     # the command fills a page, and a second time changes nothing
     (tmp_path / "page.md").write_text("a\n<!-- table: tabular_aggregated -->\nold\n<!-- end -->\nb\n")
     command = [sys.executable, str(ROOT / "docs/benchmark/report.py"), "--csvs", str(tmp_path), "--docs", str(tmp_path)]
