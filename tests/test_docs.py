@@ -299,6 +299,8 @@ def test_report_of_the_grid_on_a_small_csv(tmp_path):
     cells = table_line(made["grid_sets"], "LunarLander-v3", "10,000", "0.5")
     assert cells[3:] == ["", f"2.0 ± {half:.1f} (2 of 3)", ""]
     assert made["grid_sets"].endswith("0 of these 1 intervals exclude 0.")
+    cells = table_line(made["grid_seeds"], "LunarLander-v3", "10,000", "0.5")
+    assert cells[3:] == ["", "12, 25, 29", "", "10, 20, 30, 40, 50"]
     cells = table_line(made["grid_cloning"], "LunarLander-v3", "10,000", "0.5")
     assert cells[3:] == ["-10.0 (0 of 1)", "", "-8.0 (0 of 1)", "", "", ""]
     assert table_line(made["grid_best"], "LunarLander-v3", "10,000", "0.5")[-1] == "4 ± 0"  # 8 of 200

@@ -75,6 +75,7 @@ def interval(x, digits=0):
 
 def gained(gain):
     """Differences by seed: mean ± half width, and how many seeds gained; nothing if there is no seed."""
+    gain = np.array(list(gain))
     return f"{interval(gain, 1)} ({(gain > 0).sum()} of {len(gain)})" if len(gain) else ""
 
 
@@ -602,7 +603,7 @@ def grid_pooled(rows, first, second):
     gains = [gain for gain in gains if all(seed in gain for seed in seeds)]
     if len(gains) < 2:
         return ""
-    means = np.array([np.mean([gain[seed] for gain in gains]) for seed in seeds])
+    means = [np.mean([gain[seed] for gain in gains]) for seed in seeds]
     return f"{gained(means)}, {len(gains)} cells"
 
 
@@ -611,7 +612,7 @@ def grid_pairs(rows, pairs, titles=None, lowest=False):
     seed of the first method, if wanted; if not, the mean over the cells below them."""
     lines = []
     for cell in grid_cells(rows):
-        line = [gained(np.array(list(grid_gain(rows, cell, *pair).values()))) for pair in pairs]
+        line = [gained(grid_gain(rows, cell, *pair).values()) for pair in pairs]
         if any(line):
             worst = [f"{min(grid_column(rows, cell, pairs[0][0]).values()):.0f}"] if lowest else []
             lines.append([*cell, *worst, *line])
@@ -630,7 +631,7 @@ def grid_shapes(rows, box, ellipsoid):
         if gain:
             scores = [grid_column(rows, cell, box)[seed] for seed in gain]
             seed_by_seed = ", ".join(f"{x:.0f}" for x in scores)
-            lines.append([*cell, seed_by_seed, f"{np.mean(scores):.0f}", gained(np.array(list(gain.values())))])
+            lines.append([*cell, seed_by_seed, f"{np.mean(scores):.0f}", gained(gain.values())])
     if pooled := grid_pooled(rows, ellipsoid, box):
         lines.append(["mean over cells", "", "", "", "", pooled])
     header = ["environment", "transitions", "τ", "box, seed by seed from 100 on", "box, mean", "ellipsoid − box"]
@@ -674,6 +675,18 @@ def grid_spread(rows, curves):
     return grid_table(found, GRID, "spread", 2)
 
 
+def grid_seeds(rows):
+    """The paper's form seed by seed, in the order of the seeds."""
+    methods = ("Ell-Epi*", "Ell_0.9-N", "CH-N", "SAC-N")
+    lines = []
+    for cell in grid_cells(rows):
+        columns = [grid_column(rows, cell, method) for method in methods]
+        if any(columns):
+            scores = [", ".join(f"{column[seed]:.0f}" for seed in sorted(column)) for column in columns]
+            lines.append([*cell, *scores])
+    return markdown(["environment", "transitions", "τ", *(m.replace("*", "\\*") for m in methods)], lines)
+
+
 def grid_longer(rows):
     """The box with twice the updates, and the ellipsoid with the usual number minus it, on the same data."""
     lines = []
@@ -686,7 +699,7 @@ def grid_longer(rows):
             for updates, box in (("20,000", usual_box), ("40,000", longer)):
                 scores = ", ".join(f"{box[seed]:.0f}" for seed in seeds)
                 mean = np.mean([box[seed] for seed in seeds])
-                gain = np.array([ellipsoid[seed] - box[seed] for seed in seeds])
+                gain = [ellipsoid[seed] - box[seed] for seed in seeds]
                 lines.append([cell[1], cell[2], updates, scores, f"{mean:.0f}", gained(gain)])
     header = ["transitions", "τ", "updates of SAC-N", "SAC-N, seed by seed from 100 on", "mean", "Ell_0.9-N − SAC-N"]
     return markdown(header, lines) if lines else ""
@@ -880,6 +893,7 @@ def tables(folder):
         made["grid_best"] = grid_best(grid)
         made["grid_entropy_return"] = grid_entropy_return(grid)
         made["grid_longer"] = grid_longer(grid)
+        made["grid_seeds"] = grid_seeds(grid)
         made["grid_paper_scale"] = grid_paper_scale(grid, load(DOCS / "benchmark" / "paper_gym.csv"))
         made["grid_missing"] = grid_missing(grid)
         made["grid_overall"] = grid_overall(grid)
