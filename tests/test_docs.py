@@ -223,6 +223,40 @@ def test_report_of_shapes_on_a_small_csv(tmp_path):
     assert epinet[2] == "| LunarLander-v3 | 1,000 | 0.5 | 60 | 60 | -3.0 (0 of 1) |"
 
 
+def test_report_of_equal_pessimism_on_a_small_csv(tmp_path):
+    """Both settings of the box beside the ellipsoid, on the seeds that have both; the charge is the last one logged."""
+    runs = (
+        ("Box-Epi*-own", 100, "", 80, 3.0),
+        ("Box-Epi*-own", 101, "", 90, 5.0),
+        ("Box-Epi*-own", 102, "", 10, 9.0),  # not run with the other upsilon
+        ("Box-Epi*-own", 100, "--upsilon 0.6", 70, 2.0),
+        ("Box-Epi*-own", 101, "--upsilon 0.6", 76, 2.5),
+        ("Ell-Epi*-own", 100, "", 84, 2.25),
+        ("Ell-Epi*-own", 101, "", 96, 2.5),
+        ("Ell-Epi*-own", 102, "", 99, 7.0),
+    )
+    rows = [row_of_a_sweep(m, 10_000, 0.5, seed, score, flags) for m, seed, flags, score, _ in runs]
+    points = []
+    for row, (*_, charge) in zip(rows, runs):
+        named = {name: row[name] for name in ("method", "dataset_id", "seed", "flags")}
+        for update, value in ((1000, 50.0), (2000, charge)):
+            points.append(named | {"update": update, "charts/q_gap": value, "charts/std_data_actions": 1.0})
+    for name in ("grid", "tuning"):
+        written(tmp_path / f"{name}.csv", rows)
+        written(tmp_path / f"{name}_curves.csv", points)
+    made = report.tables(tmp_path)
+    half = [stats.t.ppf(0.95, 1) * np.std(gain, ddof=1) / np.sqrt(2) for gain in ([4, 6], [14, 20])]
+    assert made["grid_pessimism"].splitlines()[2:] == [
+        f"| 10,000 | 0.5 | 0.9 | 4.00 | 2.38 | 80, 90 | 85 | 5.0 ± {half[0]:.1f} (2 of 2) |",
+        f"| 10,000 | 0.5 | 0.6 | 2.25 | 2.38 | 70, 76 | 73 | 17.0 ± {half[1]:.1f} (2 of 2) |",
+        "",
+        "0 of these 2 intervals exclude 0.",
+    ]
+    assert made["grid_pessimism_tuning"] == made["grid_pessimism"]
+    assert table_line(made["grid_shapes_epinet"], "LunarLander-v3")[4] == "60"  # mean of 80, 90, 10
+    assert "--upsilon" not in made["grid_ablation"]
+
+
 def test_report_of_the_earlier_sweep_on_a_small_csv(tmp_path):
     """Only rows with the sweep's arguments count; upsilon and the schedule have tables of their own."""
     scores = {  # method, size, tau, flags: returns of seeds 100, 101, ...

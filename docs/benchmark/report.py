@@ -638,6 +638,40 @@ def grid_shapes(rows, box, ellipsoid):
     return compared(header, lines)
 
 
+def last_points(curves):
+    """The last point of every run's curve, by what names the run."""
+    last = {}
+    for point in curves:  # in the order of the updates
+        last[point["method"], point["dataset_id"], point["seed"], point["flags"]] = point
+    return last
+
+
+def grid_pessimism(rows, curves):
+    """The Epinet's box with another upsilon: what both sets charge after the last update, and the ellipsoid minus the
+    box on the same data."""
+    last = last_points(curves)
+    settings = sorted({r["flags"] for r in rows if r["method"] == "Box-Epi*-own" and "--upsilon" in r["flags"]})
+    lines = []
+    for cell, flags in itertools.product(grid_cells(rows), ["", *settings]):
+        here = [r for r in rows if grid_cell(r) == cell]
+        boxes = {r["seed"]: r for r in here if (r["method"], r["flags"]) == ("Box-Epi*-own", flags)}
+        ellipsoids = {r["seed"]: r for r in here if (r["method"], r["flags"]) == ("Ell-Epi*-own", "")}
+        tried = {r["seed"] for r in here if r["method"] == "Box-Epi*-own" and r["flags"]}
+        seeds = sorted(boxes.keys() & ellipsoids.keys() & tried)
+        if seeds:
+            line = [cell[1], cell[2], flags.removeprefix("--upsilon ") or "0.9"]
+            for runs in (boxes, ellipsoids):
+                keys = [tuple(runs[seed][name] for name in ("method", "dataset_id", "seed", "flags")) for seed in seeds]
+                line.append(f"{np.mean([last[key]['charts/q_gap'] for key in keys]):.2f}")
+            scores = [boxes[seed]["normalized_return"] for seed in seeds]
+            gain = [ellipsoids[seed]["normalized_return"] - x for seed, x in zip(seeds, scores)]
+            lines.append([*line, ", ".join(f"{x:.0f}" for x in scores), f"{np.mean(scores):.0f}", gained(gain)])
+    if not lines:
+        return ""
+    header = ["transitions", "τ", "υ of the box", "charge of the box", "charge of the ellipsoid"]
+    return compared([*header, "box, seed by seed", "box, mean", "ellipsoid − box"], lines)
+
+
 def grid_paper_scale(rows, paper):
     """LunarLander: the paper's number, and ours on the scale of the authors' repository: 0 is a return of -102, 100 is
     one of 48."""
@@ -664,14 +698,12 @@ def grid_best(rows):
 
 def grid_spread(rows, curves):
     """How far the critics differ about the data's own actions after the last update, by data set."""
-    last = {}
-    for point in curves:  # in the order of the updates
-        last[point["method"], point["dataset_id"], point["seed"], point["flags"]] = point["charts/std_data_actions"]
+    last = last_points(curves)
     found = []
     for row in rows:
         key = (row["method"], row["dataset_id"], row["seed"], row["flags"])
         if key in last:
-            found.append(row | {"spread": last[key]})
+            found.append(row | {"spread": last[key]["charts/std_data_actions"]})
     return grid_table(found, GRID, "spread", 2)
 
 
@@ -785,8 +817,9 @@ def grid_ablation(rows):
     here = [r for r in rows if grid_cell(r) == ("LunarLander-v3", "10,000", 0.5)]
     own = {r["seed"]: r["normalized_return"] for r in here if r["method"] == "Ell-Epi*-own" and not r["flags"]}
     lines = []
-    for flags in dict.fromkeys(r["flags"] for r in here if r["method"] == "Ell-Epi*-own" and r["flags"]):
-        score = {r["seed"]: r["normalized_return"] for r in here if r["flags"] == flags}
+    changed = [r for r in here if r["method"] == "Ell-Epi*-own" and r["flags"] and "--upsilon" not in r["flags"]]
+    for flags in dict.fromkeys(r["flags"] for r in changed):
+        score = {r["seed"]: r["normalized_return"] for r in changed if r["flags"] == flags}
         seeds = sorted(score)
         y = np.array([score[s] for s in seeds])
         loss = np.array([score[s] - own[s] for s in seeds])
@@ -907,8 +940,12 @@ def tables(folder):
         made["grid_earlier"] = grid_earlier(grid)
         if curves := load(folder / "grid_curves.csv"):
             made["grid_spread"] = grid_spread(grid, curves)
+            if table := grid_pessimism(grid, curves):
+                made["grid_pessimism"] = table
     if settings := load(folder / "tuning.csv"):
         made["grid_tuning"] = grid_tuning(settings)
+        if table := grid_pessimism(settings, load(folder / "tuning_curves.csv")):
+            made["grid_pessimism_tuning"] = table
     learned, fixed = load(folder / "tabular_calibration.csv"), load(folder / "calibration.csv")
     if learned and fixed:
         made["calibration"] = calibration(learned, fixed)
