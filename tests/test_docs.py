@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import itertools
 import os
 import re
 import shlex
@@ -370,6 +371,9 @@ def test_report_over_the_seven_cells_on_a_small_csv(tmp_path):
                 row = row_of_a_sweep(method, size, tau, seed, int(table[i, j]), early_fraction=early)
                 rows.append(row | {"training_entropy": (i + j) / 10})
     rows.append(row_of_a_sweep("CH-N", 1000, 0.5, 100, 50))  # lacks all other runs
+    for seed, size in itertools.product((100, 101, 102, 103, 104), (1000, 10_000)):  # pooled apart from LunarLander
+        for method, score in (("SAC-N", 90), ("Ell_0.9-N", 93)):
+            rows.append(row_of_a_sweep(method, size, 0.5, seed, score, "--total-updates 2000", "CartPole-v1"))
     written(tmp_path / "grid.csv", rows)
     made = report.tables(tmp_path)["grid_overall"]
     cells = table_line(made, "Ell_0.9-N")
@@ -390,7 +394,10 @@ def test_report_over_the_seven_cells_on_a_small_csv(tmp_path):
     gain = [mine[i] - sum(scores["SAC-N"][i].tolist()) / 7 for i in range(5)]
     half = stats.t.ppf(0.95, 4) * np.std(gain, ddof=1) / np.sqrt(5)
     pooled = f"{sum(gain) / 5:.1f} ± {half:.1f} ({sum(g > 0 for g in gain)} of 5), 7 cells"
-    assert table_line(report.tables(tmp_path)["grid_sets"], "mean over cells")[4] == pooled
+    assert "CartPole" not in report.tables(tmp_path)["grid_entropy_return"]  # nearly all of its runs have 100
+    sets = report.tables(tmp_path)["grid_sets"]
+    assert table_line(sets, "LunarLander-v3", "mean over cells")[4] == pooled
+    assert table_line(sets, "CartPole-v1", "mean over cells")[4] == "3.0 ± 0.0 (5 of 5), 2 cells"
     assert made.splitlines()[-1].startswith("Differences: ") and "of these 8 intervals" in made
 
 

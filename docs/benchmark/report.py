@@ -595,11 +595,12 @@ def grid_gain(rows, cell, first, second):
     return {seed: x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())}
 
 
-def grid_pooled(rows, first, second):
-    """The mean of the differences over the cells that have seeds 100 to 104, seed by seed, and how many cells they are.
-    Averaged within a seed, because its data sets are alike: the small ones are the beginning of the large ones."""
+def grid_pooled(rows, env_id, first, second):
+    """The mean of the differences over an environment's cells that have seeds 100 to 104, seed by seed, and how many
+    cells they are. Averaged within a seed, because its data sets are alike: the small ones are the beginning of the
+    large ones."""
     seeds = range(100, 105)
-    gains = [grid_gain(rows, cell, first, second) for cell in grid_cells(rows)]
+    gains = [grid_gain(rows, cell, first, second) for cell in grid_cells(rows) if cell[0] == env_id]
     gains = [gain for gain in gains if all(seed in gain for seed in seeds)]
     if len(gains) < 2:
         return ""
@@ -616,9 +617,10 @@ def grid_pairs(rows, pairs, titles=None, lowest=False):
         if any(line):
             worst = [f"{min(grid_column(rows, cell, pairs[0][0]).values()):.0f}"] if lowest else []
             lines.append([*cell, *worst, *line])
-    pooled = [grid_pooled(rows, *pair) for pair in pairs]
-    if any(pooled) and not lowest:
-        lines.append(["mean over cells", "", "", *pooled])
+    for env_id in ("LunarLander-v3", "CartPole-v1"):
+        pooled = [grid_pooled(rows, env_id, *pair) for pair in pairs]
+        if any(pooled) and not lowest:
+            lines.append([env_id, "mean over cells", "", *pooled])
     titles = titles or [f"{first} − {second}".replace("*", "\\*") for first, second in pairs]
     return compared(["environment", "transitions", "τ", *(["lowest seed"] if lowest else []), *titles], lines)
 
@@ -632,8 +634,9 @@ def grid_shapes(rows, box, ellipsoid):
             scores = [grid_column(rows, cell, box)[seed] for seed in gain]
             seed_by_seed = ", ".join(f"{x:.0f}" for x in scores)
             lines.append([*cell, seed_by_seed, f"{np.mean(scores):.0f}", gained(gain.values())])
-    if pooled := grid_pooled(rows, ellipsoid, box):
-        lines.append(["mean over cells", "", "", "", "", pooled])
+    for env_id in ("LunarLander-v3", "CartPole-v1"):
+        if pooled := grid_pooled(rows, env_id, ellipsoid, box):
+            lines.append([env_id, "mean over cells", "", "", "", pooled])
     header = ["environment", "transitions", "τ", "box, seed by seed from 100 on", "box, mean", "ellipsoid − box"]
     return compared(header, lines)
 
@@ -738,10 +741,11 @@ def grid_longer(rows):
 
 
 def grid_entropy_return(rows):
-    """Over the runs of the paper's ensembles in a cell: does less entropy in training go with a lower return?"""
+    """Over the runs of the paper's ensembles in a cell: does less entropy in training go with a lower return? Not on
+    CartPole, where nearly all runs have 100."""
     methods = ("SAC-N", "CH-N", "Ell_0.9-N")
     lines = []
-    for cell in grid_cells(rows):
+    for cell in grid_cells([r for r in rows if r["env_id"] == "LunarLander-v3"]):
         runs = [r for r in rows if grid_cell(r) == cell and r["method"] in methods and usual(r)]
         if len(runs) >= 10:
             rho, _ = stats.spearmanr([r["training_entropy"] for r in runs], [r["normalized_return"] for r in runs])
