@@ -333,14 +333,14 @@ def atari(args):
 
 
 def grid(args):
-    """LunarLander, last policy: against the size of the data for two risk levels, and on data of mixed quality."""
+    """LunarLander, last policy: against the size of the data by risk level, and on data of mixed quality."""
     rows = load(ROOT / "docs" / "benchmark" / "grid.csv")
     methods = {name: style for name, style in METHODS.items() if name not in ("Ell-Epi", "BC")}
     methods |= {"Ell-Epi*-own": ("#56B4E9", "v"), "BC": METHODS["BC"]}
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 3.1), sharey=True, width_ratios=(3, 3, 2))
+    fig, axes = plt.subplots(1, 4, figsize=(9.5, 3.1), sharey=True, width_ratios=(3, 3, 3, 2))
     for i, (method, (colour, marker)) in enumerate(methods.items()):
         faint = dict(color=colour, marker=marker, ms=3, alpha=0.4, mew=0.8, ls="none")
-        for ax, tau in zip(axes, (0.5, 0.9)):
+        for ax, tau in zip(axes, (0.1, 0.5, 0.9)):
             shift = 1.09 ** (i - 2.5)
             points = []
             for size in (1000, 10_000, 100_000):
@@ -352,13 +352,13 @@ def grid(args):
                 style = ":" if method == "BC" else "-"
                 ax.plot(*zip(*points), color=colour, lw=1.2, marker=marker, ms=4.5, ls=style)
             ax.set(xscale="log", xlim=(600, 170_000), xlabel="transitions")
-            ax.set_title(f"data of the {TAUS[tau][1].split(', ')[1]} policy", fontsize=8.5)
+            ax.set_title(f"{TAUS[tau][1].split(', ')[1]} data", fontsize=8.5)
         y = list(grid_column(rows, ("LunarLander-v3", "100,000, mixed", 0.5), method).values())
-        axes[2].plot([i] * len(y), y, **faint)
+        axes[3].plot([i] * len(y), y, **faint)
         if y:
-            axes[2].plot([i], [np.mean(y)], marker, color=colour, ms=6)
-    axes[2].set_title("100,000 of mixed quality", fontsize=8.5)
-    axes[2].set(xticks=[], xlim=(-0.7, len(methods) - 0.3))
+            axes[3].plot([i], [np.mean(y)], marker, color=colour, ms=6)
+    axes[3].set_title("100,000 of mixed quality", fontsize=8.5)
+    axes[3].set(xticks=[], xlim=(-0.7, len(methods) - 0.3))
     axes[0].set_ylabel("normalised return")
     handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in methods.values()]
     fig.legend(handles, methods, loc="outside lower center", ncols=len(methods), fontsize=8)
