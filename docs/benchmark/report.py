@@ -578,7 +578,8 @@ def grid_table(rows, methods, column, digits):
 
 def grid_front(rows):
     """The front page: LunarLander, neutral and risk-averse data, own targets against the paper's form and cloning."""
-    names = {"Ell-Epi*-own": "Epinet, own targets", "Ell-Epi*": "Epinet, the paper's form", "SAC-N": "SAC-N"}
+    names = {"Ell-Epi*-own": "Epinet, own targets", "Ell-Epi*": "Epinet, the paper's form"}
+    names |= {"SAC-N": "SAC-N, the paper's form"}
     names |= {"BC": "cloning", "BC-top": "cloning the better half", "CQL": "CQL (d3rlpy)"}
     kinds = {0.5: "", 0.9: ", risk-averse"}
     lines = []
