@@ -213,6 +213,10 @@ def test_report_of_shapes_on_a_small_csv(tmp_path):
         ("Ell_0.9-N-own", 102, "--prior-scale 30", 10),
         ("Box-Epi*-own", 100, "", 60),
         ("Ell-Epi*-own", 100, "", 57),
+        ("Ell-Epi", 101, "", 40),
+        ("Ell-Epi", 100, "", 20),
+        ("Ell-Epi*", 100, "", 10),
+        ("Ell-Epi*", 101, "", 50),
     )
     written(tmp_path / "grid.csv", [row_of_a_sweep(m, 1000, 0.5, seed, score, flags) for m, seed, flags, score in runs])
     made = report.tables(tmp_path)
@@ -220,6 +224,10 @@ def test_report_of_shapes_on_a_small_csv(tmp_path):
     half = stats.t.ppf(0.95, 1) * np.std([4, 6], ddof=1) / np.sqrt(2)
     assert table[2] == f"| LunarLander-v3 | 1,000 | 0.5 | 80, 90 | 85 | 5.0 ± {half:.1f} (2 of 2) |"
     assert table[-1] == "0 of these 1 intervals exclude 0."
+    (once,) = made["grid_once"].splitlines()[2:]
+    assert once.startswith("| Ell-Epi | 1,000 | 0.5 | 20, 40 | 30 | Ell-Epi\\* | 0.0 ± ") and once.endswith(
+        "(1 of 2) |"
+    )
     epinet = made["grid_shapes_epinet"].splitlines()
     assert epinet[2] == "| LunarLander-v3 | 1,000 | 0.5 | 60 | 60 | -3.0 (0 of 1) |"
 

@@ -642,6 +642,19 @@ def grid_shapes(rows, box, ellipsoid):
     return compared(header, lines)
 
 
+def grid_once(rows):
+    """Methods that were run in one cell: their scores, and minus the method that they change, on the same data."""
+    lines = []
+    for method, plain in (("EDAC", "SAC-N"), ("Ell-Epi", "Ell-Epi*")):
+        for cell in grid_cells(rows):
+            gain = grid_gain(rows, cell, method, plain)
+            if gain:
+                scores = [grid_column(rows, cell, method)[seed] for seed in gain]
+                line = [method, cell[1], cell[2], ", ".join(f"{x:.0f}" for x in scores), f"{np.mean(scores):.0f}"]
+                lines.append([*line, plain.replace("*", "\\*"), gained(gain.values())])
+    return markdown(["method", "transitions", "τ", "seed by seed from 100 on", "mean", "minus", "difference"], lines)
+
+
 def last_points(curves):
     """The last point of every run's curve, by what names the run."""
     last = {}
@@ -749,7 +762,7 @@ def grid_entropy_return(rows):
     for cell in grid_cells([r for r in rows if r["env_id"] == "LunarLander-v3"]):
         runs = [r for r in rows if grid_cell(r) == cell and r["method"] in methods and usual(r)]
         others = [r for r in runs if r["method"] != "SAC-N"]
-        if min(len(others), len(runs) - len(others)) >= 3:
+        if min(len(others), len(runs) - len(others)) >= 4:
             line = []
             for some in (runs, others):
                 rho, _ = stats.spearmanr([r["training_entropy"] for r in some], [r["normalized_return"] for r in some])
@@ -926,6 +939,8 @@ def tables(folder):
         pairs = [("Box-N-own", "SAC-N"), ("Ell_0.9-N-own", "Ell_0.9-N"), ("Ell-Epi*-own", "Ell-Epi*")]
         pairs += [("Ell-Epi*-own", "Ell_0.9-N"), ("Ell-Epi*-own", "Ell_0.9-N-own")]
         made["grid_targets"] = grid_pairs(grid, pairs)
+        if any(r["method"] in ("EDAC", "Ell-Epi") for r in grid):
+            made["grid_once"] = grid_once(grid)
         pairs = [(m, "BC") for m in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi*")]
         made["grid_cloning"] = grid_pairs(grid, [*pairs, ("SAC-N", "BC-top"), ("Ell_0.9-N", "BC-top")])
         made["grid_entropy"] = grid_table([r for r in grid if r["training_entropy"] != ""], GRID, "training_entropy", 2)
