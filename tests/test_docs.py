@@ -157,6 +157,10 @@ def test_report_of_targets_on_a_small_csv(tmp_path):
     assert cells[5:] == ["", "", "43 ± 0", "63 ± 0", "", "", "", ""]
     cells = table_line(table, "RiverSwim", "10×", "the same", "below", "state 1")
     assert cells[5:] == ["", "", "", "5 ± 0", "", "", "", ""]
+    gains = report.tables(tmp_path)["tabular_targets_gain"]
+    cells = table_line(gains, "RiverSwim", "10×", "resampled", "all values", "uniform")
+    assert cells[5:] == ["", "20.0 ± 0.0 (2 of 2)", "", ""]
+    assert table_line(gains, "RiverSwim", "10×", "the same", "below", "uniform")[5:] == [""] * 4  # own alone
 
 
 def test_report_of_images_on_a_small_csv(tmp_path):

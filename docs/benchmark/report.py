@@ -206,10 +206,11 @@ def no_bootstrap(rows):
     return markdown(["initial tables", "MDP, 10×", "τ", *METHODS.values(), "value iteration on the data"], table)
 
 
-def by_targets(rows):
-    """Shared and own targets, with and without bootstrap, for two ranges of initial tables; mean over the taus."""
+def by_targets(rows, gains=False):
+    """Shared and own targets, with and without bootstrap, for two ranges of initial tables; mean over the taus. Or own
+    minus shared targets, paired by seed."""
     evaluations = {"normalized_return": "uniform", "normalized_return_state1": "state 1"}
-    columns = list(itertools.product(METHODS.values(), ("shared", "own")))
+    kinds = ("shared", "own")
     table = []
     for env, size, bootstrap, low in itertools.product(ENVS, (10, 100), (True, False), (False, True)):
         here = [r for r in rows if (r["env_id"], r["dataset_size"], r["bootstrap"]) == (env, size, bootstrap)]
@@ -219,13 +220,18 @@ def by_targets(rows):
         setting = [env, f"{size}×", "resampled" if bootstrap else "the same", "below" if low else "all values"]
         for column, start in evaluations.items():
             line = [*setting, start]
-            for method, targets in columns:
-                mine = [r for r in here if f"--targets {targets}" in r["arguments"]]
-                y = per_seed(mine, column, method=method)
-                line.append(interval(y) if len(y) else "")
+            for method in METHODS.values():
+                mine = [[r for r in here if f"--targets {kind}" in r["arguments"]] for kind in kinds]
+                shared, own = (per_seed(some, column, method=method) for some in mine)
+                if gains:
+                    line.append(gained(own - shared) if len(own) and len(own) == len(shared) else "")
+                else:
+                    line += [interval(y) if len(y) else "" for y in (shared, own)]
             table.append(line)
-    names = [f"{method} {targets}" for method, targets in columns]
-    return markdown(["MDP", "data", "critics' data", "initial tables", "start", *names], table)
+    header = ["MDP", "data", "critics' data", "initial tables", "start"]
+    if gains:
+        return compared([*header, *METHODS.values()], table)
+    return markdown([*header, *(f"{method} {kind}" for method in METHODS.values() for kind in kinds)], table)
 
 
 def by_tau(rows):
@@ -918,6 +924,7 @@ def tables(folder):
         made["tabular_no_bootstrap"] = no_bootstrap(same)
     if both := load(folder / "tabular_targets.csv"):
         made["tabular_targets"] = by_targets(both)
+        made["tabular_targets_gain"] = by_targets(both, gains=True)
     if paper and (fewer := load(folder / "tabular_critics.csv")):
         made["tabular_critics"] = by_critics(fewer, paper)
     if paper and smaller:
