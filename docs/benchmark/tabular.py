@@ -172,7 +172,8 @@ if __name__ == "__main__":
     text = path.read_text() if path.exists() else ""
     rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # without a line that a kill cut in half
     have = {(row["arguments"], int(row["seed"])) for row in rows}
-    tasks = list(itertools.product(names, range(first, first + args.num_seeds)))
+    # seed by seed: a grid that is stopped has whole seeds
+    tasks = [(name, seed) for seed in range(first, first + args.num_seeds) for name in names]
     todo = [task for task in tasks if task not in have]
     if not todo:
         print(f"{path}: all {len(tasks)} runs are there")
