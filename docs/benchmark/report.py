@@ -661,12 +661,14 @@ def grid_once(rows):
     return markdown(["method", "transitions", "τ", "seed by seed from 100 on", "mean", "minus", "difference"], lines)
 
 
+def run_name(row):
+    """What names a run, in the CSV of the runs and in that of their curves."""
+    return row["method"], row["dataset_id"], row["seed"], row["flags"]
+
+
 def last_points(curves):
-    """The last point of every run's curve, by what names the run."""
-    last = {}
-    for point in curves:  # in the order of the updates
-        last[point["method"], point["dataset_id"], point["seed"], point["flags"]] = point
-    return last
+    """The last point of every run's curve."""
+    return {run_name(point): point for point in curves}  # in the order of the updates
 
 
 def grid_pessimism(rows, curves):
@@ -684,8 +686,8 @@ def grid_pessimism(rows, curves):
         if seeds:
             line = [cell[1], cell[2], flags.removeprefix("--upsilon ") or "0.9"]
             for runs in (boxes, ellipsoids):
-                keys = [tuple(runs[seed][name] for name in ("method", "dataset_id", "seed", "flags")) for seed in seeds]
-                line.append(f"{np.mean([last[key]['charts/q_gap'] for key in keys]):.2f}")
+                taken = [last[run_name(runs[seed])]["charts/q_gap"] for seed in seeds]
+                line.append(f"{np.mean(taken):.2f}")
             scores = [boxes[seed]["normalized_return"] for seed in seeds]
             gain = [ellipsoids[seed]["normalized_return"] - x for seed, x in zip(seeds, scores)]
             lines.append([*line, ", ".join(f"{x:.0f}" for x in scores), f"{np.mean(scores):.0f}", gained(gain)])
@@ -724,9 +726,8 @@ def grid_spread(rows, curves):
     last = last_points(curves)
     found = []
     for row in rows:
-        key = (row["method"], row["dataset_id"], row["seed"], row["flags"])
-        if key in last:
-            found.append(row | {"spread": last[key]["charts/std_data_actions"]})
+        if run_name(row) in last:
+            found.append(row | {"spread": last[run_name(row)]["charts/std_data_actions"]})
     return grid_table(found, GRID, "spread", 2)
 
 
