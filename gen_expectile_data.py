@@ -63,6 +63,8 @@ class Args:
     """probability that the executed action is a random one, in expectile training and collection"""
     early_fraction: float = 0.0
     """share of the transitions from a policy stopped early in training (LunarLander, tau 0.5)"""
+    switch_prob: float = 0.0
+    """probability per step that who acts is drawn again, so that both act in one episode; 0: never"""
     overwrite: bool = False
     """replace a data set that exists; otherwise it is reported and left alone"""
 
@@ -420,15 +422,26 @@ def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, datase
     return f"{name}-v0"
 
 
+def take_turns(neutral, early, early_fraction, switch_prob, rng):
+    """Who acts, step by step: the early policy with its share, drawn again with switch_prob."""
+    while True:
+        actor = early if rng.random() < early_fraction else neutral
+        yield actor
+        while rng.random() >= switch_prob:
+            yield actor
+
+
 @torch.no_grad()
-def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None):
-    """An episode of the actor, or of the random policy if it is None. The stored action is the
-    executed one. An episode cut off after limit steps counts as truncated."""
+def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None, turns=None):
+    """An episode of the actor, or of the random policy if it is None, or of whom turns names at each
+    step. The stored action is the executed one. Cut off after limit steps, it counts as truncated."""
     seed = int(rng.integers(2**31))
     observations = [env.reset(seed=seed)[0]]
     steps = []
     done = False
     while not done:
+        if turns is not None:
+            actor = next(turns)
         action = int(rng.integers(env.action_space.n))
         if actor is not None and rng.random() >= epsilon:
             logits = actor(torch.from_numpy(observations[-1]).float())  # [A]
@@ -460,14 +473,18 @@ def episode_returns(env, actor, episodes, seed):
     return np.array([episode["rewards"].sum() for episode in played])
 
 
-def collect_episodes(env, actor, epsilon, size, seed):
-    """Episodes with size transitions in all; a smaller data set is the beginning of a larger one."""
+def collect_episodes(env, actor, epsilon, size, seed, early=None, early_fraction=0.0, switch_prob=0.0):
+    """Episodes with size transitions in all; a smaller data set is the beginning of a larger one.
+    With an early policy the two take turns inside the episodes."""
     rng = np.random.default_rng([seed, 0])
     episodes = []
     total = 0
     with tqdm(total=size, desc="collection", unit="step", mininterval=1) as bar:
         while total < size:
-            episodes.append(play_episode(env, actor, rng, epsilon, limit=size - total))
+            turns = None
+            if early is not None:
+                turns = take_turns(actor, early, early_fraction, switch_prob, rng)
+            episodes.append(play_episode(env, actor, rng, epsilon, limit=size - total, turns=turns))
             total += len(episodes[-1]["actions"])
             bar.update(len(episodes[-1]["actions"]))
     return episodes
@@ -522,6 +539,8 @@ if __name__ == "__main__":
         sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
     if not 0 <= args.early_fraction <= 1:
         sys.exit(f"--early-fraction {args.early_fraction}: it must be a share between 0 and 1.")
+    if not 0 <= args.switch_prob <= 1 or (args.switch_prob > 0 and not 0 < args.early_fraction < 1):
+        sys.exit("--switch-prob: a probability, and above 0 only with --early-fraction between 0 and 1.")
     if args.early_fraction > 0 and (args.env_id, args.expectile_tau) != ("LunarLander-v3", 0.5):
         sys.exit("--early-fraction: only LunarLander-v3 with --expectile-tau 0.5 has an early policy.")
     try:
@@ -560,6 +579,9 @@ if __name__ == "__main__":
     # ----- the data set: is there anything to do?
     draw = (args.early_fraction, args.dataset_seed)
     dataset_id = dataset_name(args.env_id, args.expectile_tau, args.dataset_size, *draw)
+    if args.switch_prob > 0:
+        mixture, rest = re.fullmatch(r"(.*-early\w+)(-.*)", dataset_id).groups()
+        dataset_id = f"{mixture}-switch{f'{100 * args.switch_prob:.7g}'.zfill(2).replace('.', 'p')}{rest}"
     if get_dataset_path(dataset_id).exists() and not args.overwrite:
         print(f"{dataset_id} exists and is left alone; --overwrite replaces it.")
         sys.exit(0)
@@ -753,25 +775,33 @@ if __name__ == "__main__":
     policy = policies[args.expectile_tau]
     actor = network(D, A, args.hidden_dim, 0.01)
     actor.load_state_dict(policy["actor"])
-    early = round(args.early_fraction * args.dataset_size)
-    episodes = []
-    neutral = args.dataset_size - early
-    if neutral > 0:
-        episodes += collect_episodes(env, actor, args.epsilon, neutral, args.dataset_seed)
-    if early > 0:
+    early_actor = network(D, A, args.hidden_dim, 0.01)
+    if args.early_fraction > 0:
         path = os.path.join(policy_dirs[0], "early", names[0.5], "policy.pt")
         try:
-            actor.load_state_dict(torch.load(path, weights_only=True)["actor"])
+            early_actor.load_state_dict(torch.load(path, weights_only=True)["actor"])
         except Exception as error:
             sys.exit(f"{path}: no early policy can be read there ({type(error).__name__}).")
-        episodes += collect_episodes(env, actor, args.epsilon, early, args.dataset_seed)
+    early = round(args.early_fraction * args.dataset_size)
+    neutral = args.dataset_size - early
+    collect = (args.epsilon, args.dataset_size, args.dataset_seed)
+    episodes = []
+    if args.switch_prob > 0:  # the two take turns inside the episodes
+        turns = (early_actor, args.early_fraction, args.switch_prob)
+        episodes = collect_episodes(env, actor, *collect, *turns)
+    else:
+        if neutral > 0:
+            episodes += collect_episodes(env, actor, args.epsilon, neutral, args.dataset_seed)
+        if early > 0:
+            episodes += collect_episodes(env, early_actor, args.epsilon, early, args.dataset_seed)
 
     # ----- storing
     description = (
         f"Behaviour policy: dynamic expectiles, tau {args.expectile_tau} "
         f"(0.1 seeks risk, 0.9 avoids it), greedy return {policy['greedy_return']:.1f}, "
         f"training {policy['args']}. Executed actions, random ones with probability {args.epsilon}; "
-        f"share of an early policy {args.early_fraction}; seed {args.dataset_seed}."
+        f"share of an early policy {args.early_fraction}, drawn again per step with probability "
+        f"{args.switch_prob}; seed {args.dataset_seed}."
     )
     box2d = "[box2d]" if "box2d" in str(env.spec.entry_point) else ""
     store_dataset(

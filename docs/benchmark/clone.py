@@ -4,8 +4,9 @@
     python docs/benchmark/clone.py --dataset-id ersac/pong/scripted-v0 --batch-size 32 --lr 3e-4 --eval-episodes 20
 
 Maximum likelihood of the data's actions; the greedy policy of the last update is evaluated, as in the other scripts.
---top 0.5 clones only the better half of the episodes, by their return. Data sets of images are cloned with the network
-and the evaluation of ersac_atari.py, all others with those of ersac_ensemble.py.
+--sample-actions draws the actions instead. --top 0.5 clones only the better half of the episodes, by their return. Data
+sets of images are cloned with the network and the evaluation of ersac_atari.py, all others with those of
+ersac_ensemble.py.
 """
 
 import json
@@ -65,6 +66,8 @@ class Args:
     """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
     top: float = 1.0
     """share of the episodes to clone, the best ones by their return"""
+    sample_actions: bool = False
+    """vectors: evaluate the policy by drawing its actions, as whoever collected the data did"""
     total_updates: int = 8000
     """updates"""
     batch_size: int = 256
@@ -77,6 +80,18 @@ class Args:
     """episodes of the final evaluation"""
     eval_epsilon: float = 0.0
     """images: probability of a random action in evaluation"""
+
+
+class Sampled:
+    """A policy whose greedy action is a draw: Gumbel noise on the logits."""
+
+    def __init__(self, actor, seed):
+        self.actor = actor
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, obs):
+        logits = self.actor(obs)
+        return logits - torch.empty_like(logits).exponential_(generator=self.generator).log()
 
 
 def best_episodes(returns, lengths, top):
@@ -115,7 +130,8 @@ def clone_vectors(args, dataset):
     env = make_eval_env(dataset)
     if env is None:
         sys.exit(f"{dataset.spec.dataset_id}: without an environment there is nothing to compare.")
-    scores = evaluate(actor, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
+    policy = Sampled(actor, args.seed) if args.sample_actions else actor
+    scores = evaluate(policy, env, args.eval_episodes, 10**6 * (args.seed + 1) + 10**5, mean, std)
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
     return env, scores, log_pi, speed
@@ -165,9 +181,12 @@ if __name__ == "__main__":
     normalized = None
     if low is not None and high is not None:
         normalized = 100 * (scores.mean() - low) / (high - low)
+    method = "BC" if args.top == 1 else f"BC-top{100 * args.top:g}"
+    if args.sample_actions:
+        method += "-sampled"
     result = {
         "script": os.path.basename(__file__),
-        "method": "BC" if args.top == 1 else f"BC-top{100 * args.top:g}",
+        "method": method,
         "env_id": args.env_id,
         "dataset_id": dataset.spec.dataset_id,
         "seed": args.seed,

@@ -58,6 +58,8 @@ METHODS = {
     "Box-Epi*-own": f"{OWN_EPI} --method ell-epi-star --uncertainty-set box --upsilon 0.9",
     "BC": "docs/benchmark/clone.py",
     "BC-top": "docs/benchmark/clone.py --top 0.5",
+    "BC-top10": "docs/benchmark/clone.py --top 0.1",
+    "BC-sampled": "docs/benchmark/clone.py --sample-actions",
     "CQL": "docs/benchmark/cql.py",
     "SAC-N-pixels": f"{PIXELS} --algo sac-n",
     "Ell-Epi*-pixels": f"{PIXELS} --algo ersac-ell-epi-star --upsilon 0.9",
@@ -65,7 +67,7 @@ METHODS = {
     "CQL-pixels": f"{PIXELS} --algo cql",
     "BC-pixels": "docs/benchmark/clone.py --batch-size 32 --lr 3e-4 --eval-episodes 20 --eval-epsilon 0.01",
 }
-BASELINES = ("BC", "BC-top", "CQL", "BC-pixels")
+BASELINES = ("BC", "BC-top", "BC-top10", "BC-sampled", "CQL", "BC-pixels")
 KEY = ("method", "dataset_id", "seed", "flags")  # what names a run
 COLUMNS = (
     *KEY,
@@ -82,6 +84,8 @@ COLUMNS = (
     "policy_entropy",
     "training_entropy",
     "q_star_minus_return",
+    "std_data_actions",
+    "std_other_actions",
     "updates",
     "updates_per_second",
     "seconds",
@@ -97,6 +101,7 @@ CURVES = (
     "charts/q_star_minus_return",
     "charts/q_gap",
     "charts/std_data_actions",
+    "charts/std_other_actions",
 )
 
 
@@ -195,7 +200,8 @@ def run(cell, commit):
     if metrics:
         row["best_return"] = max(float(m["eval/return"]) for m in metrics)
         row["training_entropy"] = sum(float(m["charts/policy_entropy"]) for m in metrics) / len(metrics)
-        row["q_star_minus_return"] = float(metrics[-1].get("charts/q_star_minus_return", "nan"))
+        for name in ("q_star_minus_return", "std_data_actions", "std_other_actions"):
+            row[name] = float(metrics[-1].get(f"charts/{name}", "nan"))
     for name, value in row.items():
         if isinstance(value, float):
             row[name] = round(value, 4)
