@@ -1,25 +1,23 @@
 # docs: docs/ersac_ensemble.md
 """ERSAC with N critics: Algorithms 1 to 3 of "Epistemic Robust Offline Reinforcement Learning".
 
-N critics learn offline; every state gets an uncertainty set over its Q-vector (box, convex hull,
-ellipsoid). The actor learns from the worst case in that set; every critic bootstraps from itself,
-or (the paper; with the box this is SAC-N) all from that worst case. One run:
+N critics learn from the same data; how far they differ at a state is what the data leave open. A set
+around their Q-vectors (box, convex hull or ellipsoid) holds the likely ones, and the actor learns
+against the worst of them. By default every critic bootstraps from itself (--targets own, our addition);
+in the paper's form (usage in the docs; with the box it is SAC-N) all learn from one worst-case target:
 
     python ersac_ensemble.py --env-id LunarLander-v3 --uncertainty-set ellipsoid --upsilon 0.9
 """
 
 import copy
-import io
 import json
 import math
 import os
 import re
-import shlex
-import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import gymnasium as gym
@@ -30,7 +28,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from minari.storage import get_dataset_path
+from scipy.signal import lfilter
 from tqdm import tqdm
+
+RETURN_SCALE = 10.0  # rewards are scaled: root mean square of the data's discounted returns
 
 
 @dataclass
@@ -39,271 +40,146 @@ class Args:
     """name of this experiment, part of the run folder's name"""
     seed: int = 1
     """seed of networks, minibatches and evaluation"""
-    torch_deterministic: bool = True
-    """ask torch for deterministic algorithms"""
     cuda: bool = True
-    """use a GPU if there is one; on a CPU one thread is used"""
-    compile: bool = False
-    """compile the networks: a slow start, and little gain on a CPU"""
+    """use a GPU if there is one"""
     output_dir: str = "runs"
     """folder that receives the run folder"""
+    resume: str | None = None
+    """run folder of a killed run that is to go on; takes no other argument"""
     track: bool = False
     """also log to Weights & Biases"""
     wandb_project_name: str = "ersac"
     """W&B project"""
     wandb_entity: str | None = None
-    """W&B user or team; None is your default one"""
+    """W&B user or team"""
     capture_video: bool = False
-    """record the first episode of the final evaluation"""
+    """film some episodes of the final evaluation"""
+    eval_interval: int = 1000
+    """updates between two rows of metrics.csv, each with an evaluation and a checkpoint"""
+    eval_episodes: int = 100
+    """episodes of the final evaluation; a tenth of them in between"""
 
     env_id: str = "LunarLander-v3"
     """environment of the default data set"""
-    dataset_id: str | None = None
-    """any Minari data set with vector observations and discrete actions, in place of the default"""
     dataset_size: int = 100_000
     """transitions of the default data set"""
     dataset_seed: int = 1
     """which draw of the default data set: other episodes of the same policy"""
     expectile_tau: float = 0.5
-    """risk level of the data's policy: 0.1 seeks risk, 0.9 avoids it (IQL: the reverse)"""
-    early_fraction: float = 0.0
-    """share of the data from a policy stopped early in training (LunarLander, tau 0.5)"""
-    return_scale: float | None = 10.0
-    """scale rewards so that the data's discounted returns have this root mean square, or None"""
-    normalize_obs: bool = True
-    """shift and scale observations by the data's mean and standard deviation"""
+    """risk level of the default data's policy: 0.1 seeks risk, 0.9 avoids it"""
+    dataset_id: str | None = None
+    """any other Minari data set with vector observations and discrete actions"""
 
     targets: Literal["own", "shared"] = "own"
     """own: every critic bootstraps from itself; shared: the paper's one robust target for all"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
     """set over the critics' Q-vectors: box (shared targets: SAC-N), hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
-    """share of the critics that the ellipsoid covers, in (0, 1]; box and hull do not use it"""
+    """share of the critics that the ellipsoid covers"""
     num_critics: int = 10
-    """N, the number of critics; the paper's tables have 100, which take about seven times as long"""
+    """N, the number of critics"""
     edac_eta: float = 0.0
-    """weight of the ensemble-similarity term; above 0 the method is EDAC"""
-    bootstrap: bool = False
-    """give each critic its own bootstrap: a fixed Poisson(1) weight per transition"""
+    """weight of EDAC's ensemble similarity"""
     prior_scale: float = 10.0
     """factor on the frozen random network added to each critic; 0 (the paper's form) is no prior"""
     input_scale: float = 3.0
     """factor on the observation that critics and priors read; 1 is the paper's form"""
-    layer_norm: bool = True
-    """layer normalisation in the critics, which keeps values of unseen actions from running away"""
 
     total_updates: int = 10_000
-    """updates of critics, actor and entropy coefficient"""
+    """updates of critics and actor"""
     batch_size: int = 128
     """transitions in a minibatch"""
     hidden_dim: int = 128
-    """width of the two hidden layers"""
+    """width of the hidden layers"""
     gamma: float = 0.99
-    """discount factor in [0, 1)"""
+    """discount factor"""
     q_lr: float = 1e-3
-    """Adam step size of the critics"""
+    """Adam step size of the critics, falling linearly to 0"""
     policy_lr: float = 1e-3
-    """Adam step size of the actor and of the entropy coefficient"""
-    anneal_lr: bool = True
-    """let all step sizes fall linearly to 0, so that the last policy is a settled one"""
+    """Adam step size of actor and temperature, falling linearly to 0"""
     polyak: float = 0.05
     """rate at which the target critics follow the critics"""
     alpha: float = 0.003
-    """entropy coefficient, or its first value with --autotune"""
+    """entropy coefficient (temperature), with --autotune its first value"""
     autotune: bool = False
-    """learn the entropy coefficient so that the policy's entropy meets the target"""
+    """learn the temperature so that the policy's entropy meets the target (Section 2.2)"""
     target_entropy: float = 0.3
     """target of --autotune as a share of log |A|"""
 
-    eval_interval: int = 1000
-    """updates between two rows of metrics.csv, each with an evaluation and a checkpoint"""
-    eval_episodes: int = 100
-    """episodes of the final evaluation; a tenth of them in between"""
-    resume: str | None = None
-    """run folder to continue; only --eval-episodes, --capture-video, --total-updates may change"""
-
-
-# ===== Files, checkpoints, tracking
-def write_file(folder, name, content):
-    """Write bytes under a temporary name and rename: no reader ever sees half a file."""
-    path = os.path.join(folder, name)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with open(path + ".tmp", "wb") as f:
-            f.write(content)
-        os.replace(path + ".tmp", path)
-    except OSError as error:
-        sys.exit(f"{path}: {error.strerror}; make room and --resume, or choose another --output-dir.")
-
-
-def write_metrics(folder, rows):
-    """metrics.csv: a header and a line per row."""
-    lines = [rows[0].keys()] + [row.values() for row in rows]
-    text = "\n".join(",".join(map(str, line)) for line in lines) + "\n"
-    write_file(folder, "metrics.csv", text.encode())
-
-
-def load_checkpoint(args, script):
-    """The checkpoint of --resume, and the arguments of its run, of which only a few may change."""
-    path = os.path.join(args.resume, "checkpoint.pt")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no foreign code
-        stored = dict(checkpoint["args"])
-        fits = checkpoint["script"] == script and stored.keys() == asdict(args).keys()
-    except Exception:
-        fits = False
-    if not fits:
-        why = f"was not written by {script} but by another version or script"
-        sys.exit(f"{path} is missing, is damaged, or {why}; start a new run.")
-    for word in sys.argv[1:]:
-        flag = word.split("=")[0].replace("_", "-")
-        if flag in ("--eval-episodes", "--capture-video", "--total-updates", "--resume"):
-            stored.pop(flag[2:].replace("-", "_"), None)
-        elif flag.startswith("--"):
-            sys.exit(f"{flag} cannot change in a run that has begun; drop it, or start a new run.")
-    return checkpoint, replace(args, **stored)
-
-
-def start_tracking(args, run_name, dataset_id, label, script):
-    """A W&B run, continued by a resumed run. If W&B is unavailable, training goes on without it."""
-    if not args.track:
-        return None
-    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
-    commit = subprocess.getoutput(f"git -C {here} describe --always --dirty 2> /dev/null")
-    resolved = {"dataset_id": dataset_id, "label": label, "script": script, "commit": commit}
-    group = f"{dataset_id} {label} {script}"
-    place = dict(project=args.wandb_project_name, entity=args.wandb_entity, group=group)
-    run = dict(name=run_name, id=run_name, resume="allow", tags=[label, script], save_code=True)
-    try:
-        import wandb
-
-        return wandb.init(**place, **run, config=asdict(args) | resolved, reinit="create_new")
-    except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        print(f"W&B is not available ({why}); the run goes on without it.", file=sys.stderr)
-
 
 # ===== The data: a Minari data set as tensors, and the environment to evaluate in
-def dataset_name(env_id, expectile_tau, dataset_size, early_fraction=0.0, dataset_seed=1):
-    """Name of our own data sets, such as ersac/lunarlander/tau90-10k-v0. Minari allows no dots."""
-
-    def percent(share):
-        return f"{100 * share:.7g}".zfill(2).replace(".", "p")  # 0.05 -> 05, 0.125 -> 12p5
-
-    env = re.sub(r"-v\d+$", "", env_id.split("/")[-1]).lower()
-    name = f"ersac/{env}/tau{percent(expectile_tau)}"
-    if early_fraction > 0:
-        name += f"-early{percent(early_fraction)}"
-    name += f"-{dataset_size // 1000}k" if dataset_size % 1000 == 0 else f"-{dataset_size}"
-    if dataset_seed != 1:
-        name += f"-s{dataset_seed}"
-    return f"{name}-v0"
-
-
-def open_dataset(dataset_id):
-    """A Minari data set, downloaded if it is not on this machine."""
-    if not re.search(r"-v\d+$", dataset_id):
-        sys.exit(f"--dataset-id {dataset_id}: Minari's ids end in a version, as in some/name-v0.")
-    here = get_dataset_path(dataset_id).exists()
+def open_dataset(args):
+    """The data set of --dataset-id, downloaded if missing, or the default one, made if missing."""
+    name = args.dataset_id
+    if name is None:
+        env = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
+        env = env.get(args.env_id, args.env_id.lower())
+        tau = f"{100 * args.expectile_tau:.7g}".zfill(2).replace(".", "p")  # 0.05: 05, 0.125: 12p5
+        size = re.sub("000$", "k", str(args.dataset_size))  # 10000: 10k
+        draw = "" if args.dataset_seed == 1 else f"-s{args.dataset_seed}"
+        name = f"ersac/{env}/tau{tau}-{size}{draw}-v0"
+        if not get_dataset_path(name).exists():
+            print(f"{name} is not on this machine; gen_expectile_data.py makes it.", flush=True)
+            gen = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gen_expectile_data.py")
+            flags = ("env_id", "expectile_tau", "dataset_size", "dataset_seed", "output_dir")
+            flags = [f"--{flag}={getattr(args, flag)}" for flag in flags]
+            if subprocess.run([sys.executable, gen, *flags]).returncode != 0:
+                sys.exit(f"{name} could not be made; the lines above say why.")
     try:
-        return minari.load_dataset(dataset_id, download=True)
+        return minari.load_dataset(name, download=True)
     except Exception as error:
-        why = " ".join(str(error).split())[:150] or type(error).__name__
-        if here:
-            sys.exit(f"{dataset_id}: damaged ({why}); `minari delete {dataset_id}` and try again.")
-        sys.exit(f"{dataset_id}: not on this machine, and no download over the network ({why}).")
-
-
-def find_dataset(args):
-    """A missing data set of ours is made by gen_expectile_data.py, any other is downloaded."""
-    wanted = ("env_id", "expectile_tau", "dataset_size", "early_fraction", "dataset_seed")
-    wanted = {name: getattr(args, name) for name in wanted}
-    dataset_id = args.dataset_id or dataset_name(**wanted)
-    if not args.dataset_id and not get_dataset_path(dataset_id).exists():
-        print(f"{dataset_id} is not on this machine; gen_expectile_data.py makes it.", flush=True)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gen_expectile_data.py")
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
-        if subprocess.run([sys.executable, script, *flags]).returncode != 0:
-            sys.exit(f"{dataset_id} could not be made; the lines above say why.")
-    return open_dataset(dataset_id)
-
-
-def vector_space(dataset):
-    """What of an observation Gymnasium flattens to a vector: all but text."""
-    name = dataset.spec.dataset_id
-    space = dataset.spec.observation_space
-    if isinstance(space, gym.spaces.Dict):
-        parts = {key: part for key, part in space.items() if not isinstance(part, gym.spaces.Text)}
-        space = gym.spaces.Dict(parts)
-    text = isinstance(space, gym.spaces.Text)
-    if text or not space.is_np_flattenable or not 0 < gym.spaces.flatdim(space) < 5000:
-        sys.exit(f"{name} has {space} observations, not vectors (ersac_atari.py reads images).")
-    return space
+        why = " ".join(str(error).split())[:150]
+        sys.exit(f"{name} cannot be had ({why}); names of ersac/ are made by gen_expectile_data.py.")
 
 
 def load_transitions(dataset, gamma):
     """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed
     (NaN, unknown, if the episode was cut before its end)."""
     name = dataset.spec.dataset_id
+    space = dataset.spec.observation_space
     actions = dataset.spec.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         sys.exit(f"{name} has {actions} actions; this script needs discrete actions from 0 on.")
-    space = vector_space(dataset)
-    if space != dataset.spec.observation_space:
-        print(f"{name}: the text in its observations is left out.")
-    batch = gym.vector.utils.batch_space(space)
+    if not space.is_np_flattenable or not 0 < gym.spaces.flatdim(space) < 5000:
+        sys.exit(f"{name} has {space} observations, not vectors (ersac_atari.py reads images).")
     columns = []
-    try:
-        for episode in dataset.iterate_episodes():
-            return_to_go = 0.0 if episode.terminations[-1] else math.nan
-            returns = []
-            for reward in episode.rewards[::-1]:
-                return_to_go = reward + gamma * return_to_go
-                returns.append(return_to_go)
-            steps = gym.vector.utils.iterate(batch, episode.observations)
-            obs = np.array([gym.spaces.flatten(space, x) for x in steps], np.float32)  # [T + 1, D]
-            column = (obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations)
-            columns.append((*column, returns[::-1]))
-        tensors = [torch.as_tensor(np.concatenate(x)) for x in zip(*columns)]
-        obs, action, reward, next_obs, terminated, returns = tensors
-    except Exception as error:
-        sys.exit(f"{name}: cannot be read ({error}); `minari delete {name}`, try again.")
-    if not len(obs) == len(action) == len(reward):
-        sys.exit(f"{name}: an episode needs T + 1 observations, T actions and T rewards.")
-    if not (obs.isfinite().all() and next_obs.isfinite().all() and reward.isfinite().all()):
-        sys.exit(f"{name} holds observations or rewards that are not finite.")
-    return obs, action.long(), reward.float(), next_obs, terminated.float(), returns.float()
+    for episode in dataset.iterate_episodes():
+        a, r, ended = episode.actions, episode.rewards.astype(float), episode.terminations  # [T]
+        steps = gym.vector.utils.iterate(gym.vector.utils.batch_space(space), episode.observations)
+        obs = np.array([gym.spaces.flatten(space, x) for x in steps], np.float32)  # [T + 1, D]
+        valid = np.isfinite(obs).all() and np.isfinite(r).all() and np.isin(a, range(actions.n)).all()
+        if not valid or not len(obs) - 1 == len(a) == len(r) == len(ended):
+            sys.exit(f"{name}: T + 1 finite observations, T finite rewards, T {actions} actions needed.")
+        returns = lfilter([1.0], [1.0, -gamma], r[::-1])[::-1]  # R_t = r_t + gamma R_t+1
+        columns.append((obs[:-1], a, r, obs[1:], ended, returns if ended[-1] else np.nan * r))
+    if not columns:
+        sys.exit(f"{name} holds no episode.")
+    obs, action, *others = [torch.as_tensor(np.concatenate(column)) for column in zip(*columns)]
+    return obs, action.long(), *(x.float() for x in others)
 
 
-def make_eval_env(dataset, video_folder=None):
+def make_eval_env(dataset, **kwargs):
     """The data set's environment for evaluation, observed as vectors; None if there is none."""
-    space = vector_space(dataset)
-
-    def flatten(obs):
-        return gym.spaces.flatten(space, obs)
-
-    mode = {"render_mode": "rgb_array"} if video_folder else {}
+    space = dataset.spec.observation_space
     try:
-        env = dataset.recover_environment(eval_env=True, **mode)
+        env = dataset.recover_environment(eval_env=True, **kwargs)
     except Exception as error:
-        name = dataset.spec.dataset_id
-        print(f"{name}: no environment, so the policy is not evaluated ({error}).")
+        print(f"no environment, so the policy is not evaluated ({error})")
         return None
+    fits = gym.spaces.flatdim(env.observation_space) == gym.spaces.flatdim(space)
+    if not fits or env.action_space != dataset.spec.action_space:
+        sys.exit(f"{dataset.spec.dataset_id}: its spaces are not those of its environment {env.spec.id}.")
     if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
         env = gym.wrappers.TimeLimit(env, 10_000)
-    if video_folder:
-        env = gym.wrappers.RecordVideo(env, video_folder, lambda episode: episode == 0)
-    return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
+    return gym.wrappers.FlattenObservation(env)
 
 
 # ===== Critic: N networks as one stack of weights
 class EnsembleCritic(nn.Module):
     """N independent critics with two hidden layers. forward(obs [B, D]) -> q [N, B, A]"""
 
-    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim, layer_norm=True, block=10):
+    def __init__(self, obs_dim, num_actions, num_critics, hidden_dim):
         super().__init__()
-        self.layer_norm = layer_norm
-        self.block = block  # critics at a time: their activations fit into the cache
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
         sizes = [(obs_dim, hidden_dim), (hidden_dim, hidden_dim), (hidden_dim, num_actions)]
@@ -315,17 +191,75 @@ class EnsembleCritic(nn.Module):
             self.biases.append(torch.empty(num_critics, 1, fan_out).uniform_(-bound, bound))
 
     def forward(self, obs):
-        q = []
-        layers = [p.split(self.block) for p in (*self.weights, *self.biases)]
-        for w1, w2, w3, b1, b2, b3 in zip(*layers):  # n critics at a time
-            h = self.activate(torch.baddbmm(b1, obs.expand(len(w1), -1, -1), w1))  # [n, B, H]
-            h = self.activate(torch.baddbmm(b2, h, w2))  # [n, B, H]
-            w3 = w3.mT.contiguous().mT  # stored transposed: faster for few actions
-            q.append(torch.baddbmm(b3, h, w3))  # [n, B, A]
-        return torch.cat(q)  # [N, B, A]
+        w1, w2, w3 = self.weights  # [N, fan_in, fan_out]
+        b1, b2, b3 = self.biases  # [N, 1, fan_out]
+        h = torch.baddbmm(b1, obs.expand(len(w1), -1, -1), w1)  # [N, B, H]
+        h = F.relu(F.layer_norm(h, h.shape[-1:]))  # keeps values of unseen actions from running away
+        h = torch.baddbmm(b2, h, w2)  # [N, B, H]
+        h = F.relu(F.layer_norm(h, h.shape[-1:]))
+        return torch.baddbmm(b3, h, w3)  # [N, B, A]
 
-    def activate(self, h):
-        return F.relu(F.layer_norm(h, h.shape[-1:]) if self.layer_norm else h, inplace=True)
+
+# ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
+def worst_case_box(q, pi):
+    """Box: every action at its lowest sample; with shared targets SAC-N (Proposition 3.1). [B, A]"""
+    return q.amin(0)
+
+
+def worst_case_hull(q, pi):
+    """Hull: a linear function is lowest at a vertex, the sample with the lowest <pi, q_i>. [B, A]"""
+    worst = torch.einsum("nba,ba->nb", q, pi).argmin(0)  # [B]
+    return q[worst, torch.arange(q.shape[1], device=q.device)]
+
+
+def worst_case_ellipsoid(q, pi, upsilon):
+    """Algorithm 3: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi), in double precision. [B, A]"""
+    N, _, A = q.shape
+    samples = q.double().permute(1, 2, 0)  # [B, A, N]
+    mu = samples.mean(-1, keepdim=True)  # [B, A, 1]
+    d = samples - mu  # [B, A, N]
+    sigma = d @ d.mT / N  # [B, A, A]
+    scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
+    tiny = torch.finfo(d.dtype).tiny
+    ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
+    distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
+    radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
+    sigma_pi = sigma @ pi.double()[..., None]  # [B, A, 1]
+    norm = (pi.double()[:, None] @ sigma_pi).clamp(min=tiny).sqrt()  # sqrt(pi' Sigma pi), [B, 1, 1]
+    return (mu - radius[:, None, None] * sigma_pi / norm)[..., 0].to(q.dtype)
+
+
+# ===== Actor, target and losses
+def mlp(*sizes):
+    """Linear layers of these sizes with ReLU in between."""
+    layers = [nn.Linear(sizes[0], sizes[1])]
+    for fan_in, fan_out in zip(sizes[1:], sizes[2:]):
+        layers += [nn.ReLU(), nn.Linear(fan_in, fan_out)]
+    return nn.Sequential(*layers)
+
+
+class Actor(nn.Module):
+    """Policy network. forward(obs [B, D]) -> logits [B, A]"""
+
+    def __init__(self, obs_dim, num_actions, hidden_dim):
+        super().__init__()
+        self.net = mlp(obs_dim, hidden_dim, hidden_dim, num_actions)
+
+    def forward(self, obs):
+        return self.net(obs)
+
+
+def entropy(pi, log_pi):
+    """H(pi) = -<pi, log pi>, with 0 log 0 = 0. [B]"""
+    return -(pi * log_pi.clamp(min=torch.finfo(pi.dtype).min)).sum(-1)
+
+
+def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B].
+    With q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
+    v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
+    return reward + gamma * (1 - terminated) * v
 
 
 def critic_loss(q, action, target):
@@ -341,80 +275,6 @@ def ensemble_similarity(q, action):
     norm = delta.square().sum(-1, keepdim=True)  # [N, B, 1]
     unit = torch.where(norm > 0, delta * torch.where(norm > 0, norm, 1).rsqrt(), 0)  # or zero
     return 0.5 * (unit.sum(0).square().sum(-1) - unit.square().sum((0, -1)))
-
-
-# ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
-def worst_case_box(q, pi):
-    """Box: every action at its lowest sample; with shared targets SAC-N (Proposition 3.1). [B, A]"""
-    return q.amin(0)
-
-
-def worst_case_hull(q, pi):
-    """Hull: a linear function is lowest at a vertex, the sample with the lowest <pi, q_i>. [B, A]"""
-    worst = torch.einsum("nba,ba->nb", q, pi).argmin(0)  # [B]
-    return q[worst, torch.arange(q.shape[1], device=q.device)]
-
-
-def center(q):
-    """Mean of the samples, [B, A], and their deviations from it, [B, A, N]; in double precision."""
-    d = (q - q[0]).double().permute(1, 2, 0).contiguous()  # equal samples: exactly 0
-    shift = d.mean(-1, keepdim=True)  # [B, A, 1]
-    return q[0] + shift[..., 0], d - shift
-
-
-def mahalanobis(x, d):
-    """Squared distances x' Sigma^-1 x of points x [B, A, M]; Sigma = d d' / N for d [B, A, N]. [B, M]"""
-    x = x.double()
-    d = d.double()
-    sigma = d @ d.mT / d.shape[-1]  # [B, A, A]
-    scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
-    eye = torch.eye(d.shape[1], dtype=d.dtype, device=d.device)
-    ridge = 1e-12 * scale + torch.finfo(d.dtype).tiny  # for a singular Sigma: N <= A, or no spread
-    cholesky, _ = torch.linalg.cholesky_ex(sigma + ridge * eye)
-    whiten = torch.linalg.solve_triangular(cholesky, eye.expand_as(sigma), upper=False)  # [B, A, A]
-    return (whiten @ x).square().sum(1)  # [B, M]
-
-
-def ellipsoid_radius(d, upsilon):
-    """The smallest radius that holds a share upsilon of the samples, deviations d [B, A, N]. [B]"""
-    N = d.shape[-1]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
-    return mahalanobis(d, d).kthvalue(k, dim=-1).values.sqrt()
-
-
-def worst_case_ellipsoid(q, pi, upsilon):
-    """Ellipsoid: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi); v_n = <pi, q_n - mu>. [B, A]"""
-    mu, d = center(q)  # [B, A], [B, A, N]
-    v = pi[:, None].double() @ d  # [B, 1, N]
-    norm = v.square().mean(-1).sqrt()  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
-    sigma_pi = (d @ v.mT)[..., 0] / q.shape[0]  # [B, A]
-    radius = ellipsoid_radius(d, upsilon)[:, None]  # [B, 1]
-    return (mu - radius * sigma_pi / norm.clamp(min=torch.finfo(d.dtype).tiny)).to(q.dtype)
-
-
-# ===== Actor, target and losses
-class Actor(nn.Module):
-    """Policy network. forward(obs [B, D]) -> logits [B, A]"""
-
-    def __init__(self, obs_dim, num_actions, hidden_dim):
-        super().__init__()
-        hidden = [nn.Linear(obs_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, hidden_dim), nn.ReLU()]
-        self.net = nn.Sequential(*hidden, nn.Linear(hidden_dim, num_actions))
-
-    def forward(self, obs):
-        return self.net(obs)
-
-
-def entropy(pi, log_pi):
-    """H(pi) = -<pi, log pi>, with 0 log 0 = 0. [B]"""
-    return -(pi * log_pi.clamp(min=torch.finfo(pi.dtype).min)).sum(-1)
-
-
-def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B]. With
-    q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
-    v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
-    return reward + gamma * (1 - terminated) * v
 
 
 def actor_loss(pi, log_pi, q_star, alpha):
@@ -439,104 +299,71 @@ def evaluate(actor, env, episodes, seed, mean, std):
 
 
 if __name__ == "__main__":
-    script = os.path.basename(__file__)
-    folder = None
+    args = tyro.cli(Args, description=__doc__)
+    folder = args.resume
+    if folder is not None:  # a killed run goes on with its own arguments
+        if args != Args(resume=folder):
+            sys.exit("--resume takes no other argument: the run goes on with its own.")
+        try:
+            args = Args(**json.load(open(f"{folder}/args.json")))
+        except (OSError, ValueError, TypeError) as error:
+            sys.exit(f"--resume {folder}: not a run folder of this script ({error}).")
 
-    def stop(*_):
-        """Ctrl-C, or a cluster's SIGTERM: a kill that says how to go on."""
-        if folder:
-            print(f"\nStopped. To go on: python {script} --resume {folder}")
-        sys.exit(130)
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    # a W&B sweep writes --bootstrap=False, tyro reads --no-bootstrap
-    words = [re.sub("^--(.*)=False$", r"--no-\1", word) for word in sys.argv[1:]]
-    args = tyro.cli(Args, args=[word.removesuffix("=True") for word in words], description=__doc__)
-    checkpoint = None
-    if args.resume:
-        checkpoint, args = load_checkpoint(args, script)
-
-    # ----- check the arguments
-    if min(args.total_updates, args.eval_interval, args.eval_episodes) < 1:
-        sys.exit("--total-updates, --eval-interval, --eval-episodes: each at least 1.")
-    if not 0 < args.upsilon <= 1:
-        sys.exit(f"--upsilon {args.upsilon}: it must be above 0 and at most 1.")
+    # ----- check the arguments: no number is negative, no count is 0
+    highest = {"q_lr": 1, "policy_lr": 1, "polyak": 1, "upsilon": 1, "expectile_tau": 1, "gamma": 0.999}
+    for name, value in asdict(args).items():
+        low = 1 if type(value) is int and "seed" not in name else 0
+        high = highest.get(name, 10**9)
+        if type(value) in (int, float) and not low <= value <= high:
+            sys.exit(f"--{name} {value}: it must lie in [{low}, {high}].")
     sac_n = (args.uncertainty_set, args.targets, args.prior_scale) == ("box", "shared", 0)
     if args.edac_eta > 0 and not sac_n:
         sys.exit("--edac-eta: EDAC has the set box, shared targets and no prior (--prior-scale 0).")
-    if not 0 <= args.gamma < 1:
-        sys.exit(f"--gamma {args.gamma}: it must be at least 0 and below 1.")
-    if args.autotune and args.alpha <= 0:
-        sys.exit(f"--alpha {args.alpha}: with --autotune it must be above 0.")
-    if not args.dataset_id and args.env_id not in gym.registry:
+    if args.dataset_id is None and args.env_id not in gym.registry:
         sys.exit(f"--env-id {args.env_id}: Gymnasium knows no such environment.")
-    if checkpoint and args.total_updates < checkpoint["update"]:
-        sys.exit(f"--total-updates {args.total_updates}: the run has done {checkpoint['update']}.")
-    if checkpoint and args.anneal_lr and args.total_updates > checkpoint["args"]["total_updates"]:
-        left = 1 - checkpoint["update"] / args.total_updates
-        print(f"Extended: the step sizes start again at {left:.0%} of their first values and fall to 0.")
+    for name in ("env_id", "dataset_size", "dataset_seed", "expectile_tau"):
+        if args.dataset_id is not None and getattr(args, name) != getattr(Args, name):
+            sys.exit(f"--{name} is for the default data set; leave it out with --dataset-id.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # the networks are too small to share
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(args.seed)
-    torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing here reads it
-    generator = torch.Generator().manual_seed(args.seed)  # minibatches
+    generator = torch.Generator().manual_seed(args.seed)  # minibatches and indices
 
     # ----- data, normalised by their own statistics
-    dataset = find_dataset(args)
+    dataset = open_dataset(args)
+    dataset_id = dataset.spec.dataset_id
     tensors = load_transitions(dataset, args.gamma)
-    fingerprint = [len(tensors[0]), *(x.double().sum().item() for x in tensors[:5])]  # of the data
     obs, action, reward, next_obs, terminated, returns = (x.to(device) for x in tensors)
+    env = make_eval_env(dataset)
     D = obs.shape[1]
     A = int(dataset.spec.action_space.n)
-    dataset_id = dataset.spec.dataset_id
-    if args.dataset_id:
-        args.env_id = dataset.spec.env_spec.id if dataset.spec.env_spec else None
-    obs_mean = torch.zeros_like(obs[0])
-    obs_std = torch.ones_like(obs[0])
-    if args.normalize_obs:
-        obs_mean = obs.mean(0)
-        obs_std = obs.std(0, correction=0).clamp(min=1e-3)
+    obs_mean = obs.mean(0)
+    obs_std = obs.std(0, correction=0).clamp(min=1e-3)
     obs = (obs - obs_mean) / obs_std
     next_obs = (next_obs - obs_mean) / obs_std
-    reward_scale = 1.0
-    if args.return_scale:
-        seen = returns[returns.isfinite()]
-        if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
-            seen = reward / (1 - args.gamma)
-        reward_scale = args.return_scale / max(seen.square().mean().sqrt().item(), 1e-8)
-    reward = reward * reward_scale
-    returns = returns * reward_scale
-    if args.bootstrap:
-        weights = torch.poisson(torch.ones(args.num_critics, len(obs))).byte().to(device)  # [N, |D|]
+    seen = returns[returns.isfinite()]
+    if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
+        seen = reward / (1 - args.gamma)
+    scale = RETURN_SCALE / max(seen.square().mean().sqrt().item(), 1e-8)
+    reward = reward * scale
+    returns = returns * scale
 
-    # ----- networks: critics, target critics, actor, entropy coefficient
-    critic = EnsembleCritic(D, A, args.num_critics, args.hidden_dim, args.layer_norm).to(device)
+    # ----- networks: critics and their frozen priors, target critics, actor, temperature
+    critic = EnsembleCritic(D, A, args.num_critics, args.hidden_dim).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    if args.prior_scale > 0:
-        prior = EnsembleCritic(D, A, args.num_critics, args.hidden_dim, args.layer_norm).to(device)
-        prior.requires_grad_(False)
+    prior_q = prior_q_next = 0.0
+    if args.prior_scale > 0:  # a prior never changes: computed once on all data, in blocks
+        prior = EnsembleCritic(D, A, args.num_critics, args.hidden_dim).to(device).requires_grad_(False)
+        blocks = [prior(args.input_scale * x).transpose(0, 1) for x in obs.split(1000)]
+        all_prior_q = args.prior_scale * torch.cat(blocks)  # [|D|, N, A]
+        blocks = [prior(args.input_scale * x).transpose(0, 1) for x in next_obs.split(1000)]
+        all_prior_q_next = args.prior_scale * torch.cat(blocks)  # [|D|, N, A]
     actor = Actor(D, A, args.hidden_dim).to(device)
-    log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device)
-    log_alpha.requires_grad_(args.autotune)
+    log_alpha = torch.tensor(math.log(max(args.alpha, 1e-30)), device=device, requires_grad=args.autotune)
     q_optimizer = torch.optim.Adam(critic.parameters(), args.q_lr, fused=True)
-    learned = [*actor.parameters(), log_alpha]
-    policy_optimizer = torch.optim.Adam(learned, args.policy_lr, fused=True)
-    parts = {
-        "critic": critic,
-        "target": target_critic,
-        "actor": actor,
-        "q_optimizer": q_optimizer,
-        "policy_optimizer": policy_optimizer,
-    }
-    if args.prior_scale > 0:
-        parts["prior"] = prior
-
-    def q_values(network, obs, prior_q):
-        """Q-vectors of all critics, plus their frozen priors (prior_q, scaled, or 0). [N, B, A]"""
-        return network(args.input_scale * obs) + prior_q
+    policy_optimizer = torch.optim.Adam([*actor.parameters(), log_alpha], args.policy_lr, fused=True)
 
     def worst_case(q, pi):
         """q* of the chosen set. [B, A]"""
@@ -546,120 +373,97 @@ if __name__ == "__main__":
             return worst_case_hull(q, pi)
         return worst_case_ellipsoid(q, pi, args.upsilon)
 
-    if args.compile:
-        critic.compile()
-        target_critic.compile()
-        actor.compile()
-
-    # ----- run folder: new, or as the checkpoint left it
-    names = {"box": "SAC-N", "hull": "ERSAC-CH-N", "ellipsoid": "ERSAC-Ell-N"}
-    method = names[args.uncertainty_set]
+    # ----- run folder: new, or as a killed run left it
+    ell = "Ell-N" if args.upsilon == 1 else f"Ell_{args.upsilon:g}-N"
+    box = "SAC-N" if sac_n else "Box-N"
+    method = {"box": box, "hull": "CH-N", "ellipsoid": ell}[args.uncertainty_set]
     if args.edac_eta > 0:
         method = "EDAC"
-    elif args.uncertainty_set == "box" and (args.targets == "own" or args.prior_scale > 0):
-        method = "ERSAC-Box-N"  # SAC-N is the shared minimum of critics without priors
     if args.targets == "own":
         method += "-own"
-    label = method.removeprefix("ERSAC-")  # as the docs write it
-    if args.uncertainty_set == "ellipsoid" and args.upsilon < 1:
-        label = label.replace("Ell-N", f"Ell_{args.upsilon:g}-N")
-
-    def save(update):
-        state = {name: part.state_dict() for name, part in parts.items()} | {
-            "log_alpha": log_alpha.detach(),
-            "generator": generator.get_state(),
-            "update": update,
-            "rows": rows,
-            "run_name": run_name,
-            "script": script,
-            "args": asdict(replace(args, resume=None)),
-            "obs_mean": obs_mean,
-            "obs_std": obs_std,
-            "num_actions": A,
-            "reward_scale": reward_scale,
-            "data": fingerprint,
-        }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_file(folder, "checkpoint.pt", buffer.getvalue())
-
+    if folder is None:
+        name = args.env_id if args.dataset_id is None else dataset_id
+        name = f"{os.path.basename(name)}__{os.path.basename(args.exp_name)}__{args.seed}"
+        folder = os.path.join(args.output_dir, f"{name}__{int(1000 * time.time())}")
+        try:
+            os.makedirs(folder)
+            json.dump(asdict(args), open(f"{folder}/args.json", "w"), indent=2)
+        except OSError as error:
+            sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
+    print(f"{method} on {dataset_id}, {device}; after a kill: --resume {folder}", flush=True)
     start = 0
     rows = []
-    if checkpoint:
-        folder = os.path.normpath(args.resume)
-        if fingerprint != checkpoint["data"]:
-            sys.exit(f"{folder}: {dataset_id} has changed since; start a new run.")
+    parts = {
+        "critic": critic,
+        "target": target_critic,
+        "actor": actor,
+        "q_optimizer": q_optimizer,
+        "policy_optimizer": policy_optimizer,
+    }
+    if os.path.exists(f"{folder}/checkpoint.pt"):
+        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         log_alpha.data.copy_(checkpoint["log_alpha"])
         generator.set_state(checkpoint["generator"])
         start = checkpoint["update"]
         rows = checkpoint["rows"]
-        run_name = checkpoint["run_name"]
-    else:
-        name = (args.env_id or dataset_id).split("/")[-1]
-        run_name = f"{name}__{args.exp_name}__{args.seed}__{int(1000 * time.time())}"
-        folder = os.path.join(args.output_dir, run_name)
-        if os.path.exists(folder):
-            sys.exit(f"{folder} exists; choose another --exp-name.")
-        write_file(folder, "args.json", json.dumps(asdict(args), indent=2).encode())
-        save(0)
+    if args.track:
+        import wandb
 
-    track = start_tracking(args, run_name, dataset_id, label, script)
-    for row in rows:
-        if track and row["update"] >= track.step:  # what a killed run had not yet sent
-            track.log(row, step=row["update"])
-    env = make_eval_env(dataset)
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            group=f"{re.sub('-s[0-9]+(?=-v)', '', dataset_id)} {method}",  # averages over seeds
+            name=os.path.basename(folder),
+            id=os.path.basename(folder),
+            resume="allow",
+            config=asdict(args) | {"dataset_id": dataset_id},
+            save_code=True,
+        )
 
-    # priors are frozen: evaluate them once on all states of the data
-    prior_q = prior_q_next = 0.0
-    if args.prior_scale > 0:
-        blocks = [prior(args.input_scale * x).transpose(0, 1) for x in obs.split(1000)]
-        all_prior_q = args.prior_scale * torch.cat(blocks)  # [|D|, N, A]
-        blocks = [prior(args.input_scale * x).transpose(0, 1) for x in next_obs.split(1000)]
-        all_prior_q_next = args.prior_scale * torch.cat(blocks)  # [|D|, N, A]
-
-    # ----- training
-    tick, tick_update = time.time(), start
+    # ----- training: Algorithms 2 and 3
+    started = time.time()
     updates = range(start + 1, args.total_updates + 1)
-    bar = tqdm(updates, method, args.total_updates, initial=start, unit="update", mininterval=1)
+    bar = tqdm(updates, method, args.total_updates, initial=start, unit="update")
     for update in bar:
-        if args.anneal_lr:
-            left = 1 - (update - 1) / args.total_updates
-            q_optimizer.param_groups[0]["lr"] = args.q_lr * left
-            policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
+        left = 1 - (update - 1) / args.total_updates  # a settled last policy
+        q_optimizer.param_groups[0]["lr"] = args.q_lr * left
+        policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left
+
+        # sample a minibatch
         batch = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
         s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
         s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; truncated steps do not end
-        alpha = log_alpha.detach().exp()
         if args.prior_scale > 0:
             prior_q = all_prior_q[batch].transpose(0, 1)  # [N, B, A]
             prior_q_next = all_prior_q_next[batch].transpose(0, 1)  # [N, B, A]
+        alpha = log_alpha.detach().exp()
 
-        # compute target: the paper's worst case over the target critics' set, or every critic its own
+        # compute target: every critic its own, or the worst case over the target critics' set
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             pi = log_pi.exp()
-            q_next = q_values(target_critic, s_next, prior_q_next)  # [N, B, A]
+            q_next = target_critic(args.input_scale * s_next) + prior_q_next  # [N, B, A]
             if args.targets == "shared":
                 q_next = worst_case(q_next, pi)  # q*, [B, A]
             y = robust_target(r, ended, pi, log_pi, q_next, alpha, args.gamma)  # [B], or [N, B]
 
         # critic update: mean over the batch, sum over the critics
-        q = q_values(critic, s, prior_q)  # [N, B, A]
-        losses = critic_loss(q, a, y)  # [N, B]
-        q_loss = (losses * weights[:, batch] if args.bootstrap else losses).mean(1).sum()
+        q = critic(args.input_scale * s) + prior_q  # [N, B, A]
+        q_losses = critic_loss(q, a, y)  # [N, B]
+        q_loss = q_losses.mean(1).sum()
         if args.edac_eta > 0:
             q_loss = q_loss + args.num_critics * args.edac_eta * ensemble_similarity(q, a).mean()
         q_optimizer.zero_grad()
         q_loss.backward()
         q_optimizer.step()
 
-        # actor update against the worst case of the updated critics, and entropy coefficient
+        # actor update against the worst case of the updated critics, and the temperature
         log_pi = actor(s).log_softmax(-1)  # [B, A]
         pi = log_pi.exp()
         with torch.no_grad():
-            q = q_values(critic, s, prior_q)  # [N, B, A]
+            q = critic(args.input_scale * s) + prior_q  # [N, B, A]
             q_star = worst_case(q, pi)  # [B, A]
         pi_loss = actor_loss(pi, log_pi, q_star, alpha).mean()
         h = entropy(pi, log_pi).detach().mean()
@@ -670,21 +474,18 @@ if __name__ == "__main__":
         policy_optimizer.step()
 
         # update target critics
-        with torch.no_grad():  # otherwise autograd would record every update
+        with torch.no_grad():
             for p_target, p in zip(target_critic.parameters(), critic.parameters()):
                 p_target.lerp_(p, args.polyak)
-
-        if not (q_loss + pi_loss).isfinite():
-            sys.exit(f"update {update}: loss not finite; try a smaller --q-lr or --return-scale.")
 
         # log, evaluate, checkpoint
         if update % args.eval_interval == 0 or update == args.total_updates:
             with torch.no_grad():
-                mu, d = center(q)  # [B, A], [B, A, N]
-                std = d.square().mean(-1).sqrt()  # [B, A]
-                taken = F.one_hot(a, A).bool()
+                mu = q.mean(0)  # [B, A]
+                std = q.std(0, correction=0)  # [B, A]
+                taken = F.one_hot(a, A).bool()  # [B, A]
                 row = {
-                    "losses/critic_loss": losses.mean(),
+                    "losses/critic_loss": q_losses.mean(),
                     "losses/actor_loss": pi_loss,
                     "charts/alpha": alpha,
                     "charts/policy_entropy": h,
@@ -695,44 +496,48 @@ if __name__ == "__main__":
                     "charts/q_star_minus_return": (q_star[taken] - returns[batch]).nanmean(),
                     "charts/std_data_actions": std[taken].mean(),
                     "charts/std_other_actions": std[~taken].mean(),
-                    "charts/radius": ellipsoid_radius(d, args.upsilon).mean(),
                 }
             row = {"update": update} | {name: value.item() for name, value in row.items()}
-            row["charts/updates_per_second"] = (update - tick_update) / (time.time() - tick)
-            row["eval/return"] = math.nan
-            if env:
-                few = max(args.eval_episodes // 10, 1)
-                scores = evaluate(actor, env, few, 10**6 * (args.seed + 1), obs_mean, obs_std)
-                row["eval/return"] = scores.mean().item()
+            if not math.isfinite(row["losses/critic_loss"] + row["losses/actor_loss"]):
+                sys.exit(f"update {update}: the loss is not finite; try a smaller --q-lr.")
+            episodes = math.ceil(args.eval_episodes / 10) if env else 0
+            scores = evaluate(actor, env, episodes, 10**6 * (args.seed + 1), obs_mean, obs_std)
+            row["eval/return"] = scores.mean().item() if env else math.nan
+            row["charts/updates_per_second"] = args.eval_interval / (time.time() - started)
+            started = time.time()
             rows.append(row)
-            write_metrics(folder, rows)
-            save(update)
-            if track:
-                track.log(row, step=update)
-            bar.set_postfix_str(f"critic={losses.mean():.3g}, return={row['eval/return']:.1f}")
-            tick, tick_update = time.time(), update
-    bar.close()
+            table = [list(row.values()) for row in rows]
+            np.savetxt(f"{folder}/metrics.csv", table, "%.10g", ",", header=",".join(row), comments="")
+            if args.track:
+                wandb.log(row, step=update)
+            checkpoint = {name: part.state_dict() for name, part in parts.items()}
+            checkpoint["log_alpha"] = log_alpha.detach()
+            checkpoint["generator"] = generator.get_state()
+            checkpoint["update"] = update
+            checkpoint["rows"] = rows
+            checkpoint["obs_mean"] = obs_mean
+            checkpoint["obs_std"] = obs_std
+            torch.save(checkpoint, f"{folder}/checkpoint.tmp")
+            os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
+            bar.set_postfix_str(f"critic={q_losses.mean():.3g}, return={row['eval/return']:.1f}")
 
-    # ----- final evaluation: the last policy, on fresh episodes
-    scores = np.zeros(0)
+    # ----- final evaluation: the last policy, greedy, on fresh episodes
     if env and args.capture_video:
-        env = make_eval_env(dataset, os.path.join(folder, "video"))
-    if env:
-        first_seed = 10**6 * (args.seed + 1) + 10**5
-        scores = evaluate(actor, env, args.eval_episodes, first_seed, obs_mean, obs_std)
-        env.close()
+        env = make_eval_env(dataset, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, f"{folder}/video")
+    first_seed = 10**6 * (args.seed + 1) + 10**5
+    scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
     low = dataset.storage.metadata.get("ref_min_score")
     high = dataset.storage.metadata.get("ref_max_score")
     normalized = None
-    if env and low is not None and high is not None:
+    if env and None not in (low, high) and low != high:
         normalized = 100 * (scores.mean() - low) / (high - low)
     result = {
-        "script": script,
+        "script": os.path.basename(__file__),
         "method": method,
-        "label": label,
-        "env_id": args.env_id,
+        "env_id": env.spec.id if env else None,
         "dataset_id": dataset_id,
         "seed": args.seed,
         "updates": args.total_updates,
@@ -746,22 +551,11 @@ if __name__ == "__main__":
         "normalized_return": normalized,
         "policy_entropy": entropy(log_pi.exp(), log_pi).mean().item(),
     }
-    write_file(folder, "result.json", json.dumps(result, indent=2).encode())
-    if track:
-        track.summary.update(result)
-        if env and args.capture_video:
-            import wandb
-
-            film = os.path.join(folder, "video", "rl-video-episode-0.mp4")
-            track.log({"video": wandb.Video(film, format="mp4")})
-        track.finish()
-    played = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
-    print(f"{script}, {label} on {dataset_id}: {played}")
+    json.dump(result, open(f"{folder}/result.json", "w"), indent=2)
+    if args.track:
+        wandb.run.summary.update(result)
+    print(f"{method} on {dataset_id}: ", end="")
+    print(f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated")
     if normalized is not None:
-        scale = f"0 is a return of {low:.1f}, 100 is {high:.1f}: the data set's reference scores"
-        print(f"normalized return {normalized:.1f} ({scale})")
-    gap = rows[-1]["charts/q_star_minus_return"]
-    if args.return_scale and gap > 1.5 * args.return_scale:  # above every good run of our grid
-        print(f"warning: even the worst case is far above the returns (q_star_minus_return {gap:.1f}):")
-        print("the critic is optimistic on its own data, and the policy is likely to be poor.")
+        print(f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)")
     print(f"run folder: {folder}")

@@ -1,10 +1,10 @@
 # docs: docs/ersac_epinet.md
 """ERSAC with an Epinet: Algorithm 4 of "Epistemic Robust Offline Reinforcement Learning".
 
-One network stands for an ensemble: an index z ~ N(0, I) picks a Q-function, and the spread over z is
-what the data leave open. At each state an ellipsoid holds the likely Q-vectors, and the actor learns
-against the worst of them. By default every z bootstraps from itself (--targets own, our addition);
-the paper's form, one worst-case target for all z, is --targets shared. A run of two minutes:
+One network stands for an ensemble: an index z ~ N(0, I) picks a Q-function, and their spread is
+what the data leave open. At each state an ellipsoid holds the likely Q-vectors; the actor learns
+against the worst of them. Here every z bootstraps from itself (--targets own, our addition); in the paper's
+form (--targets shared) all z learn from one worst-case target. A run of two minutes:
 
     python ersac_epinet.py --env-id LunarLander-v3 --upsilon 0.9
 """
@@ -32,7 +32,7 @@ from scipy.signal import lfilter
 from scipy.stats import chi2
 from tqdm import tqdm
 
-RETURN_SCALE = 10.0  # rewards are scaled so that the data's discounted returns have this root mean square
+RETURN_SCALE = 10.0  # rewards are scaled: root mean square of the data's discounted returns
 INPUT_SCALE = 3.0  # factor on the observation that the heads read: how fast the prior varies
 
 
@@ -85,7 +85,7 @@ class Args:
     num_index_samples: int = 100
     """N, the number of sampled z per update (ell-epi only)"""
     head_input: Literal["obs", "features"] = "obs"
-    """what the stochastic heads read: the observation, or (the paper) the features psi of the mean"""
+    """what the stochastic heads read: the observation, or (the paper) the features psi"""
     prior_scale: float = 3.0
     """factor on the frozen prior head, which is the uncertainty where there are no data"""
     noise_scale: float = 0.1
@@ -118,9 +118,10 @@ def open_dataset(args):
     """The data set of --dataset-id, downloaded if missing, or the default one, made if missing."""
     name = args.dataset_id
     if name is None:
-        env = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}.get(args.env_id, args.env_id.lower())
+        env = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
+        env = env.get(args.env_id, args.env_id.lower())
         tau = f"{100 * args.expectile_tau:.7g}".zfill(2).replace(".", "p")  # 0.05: 05, 0.125: 12p5
-        size = f"{args.dataset_size // 1000}k" if args.dataset_size % 1000 == 0 else args.dataset_size
+        size = re.sub("000$", "k", str(args.dataset_size))  # 10000: 10k
         draw = "" if args.dataset_seed == 1 else f"-s{args.dataset_seed}"
         name = f"ersac/{env}/tau{tau}-{size}{draw}-v0"
         if not get_dataset_path(name).exists():
@@ -133,8 +134,8 @@ def open_dataset(args):
     try:
         return minari.load_dataset(name, download=True)
     except Exception as error:
-        hint = "; gen_expectile_data.py makes ours" if name.startswith("ersac/") else ""
-        sys.exit(f"{name} is not here and cannot be had ({' '.join(str(error).split())[:150]}){hint}.")
+        why = " ".join(str(error).split())[:150]
+        sys.exit(f"{name} cannot be had ({why}); names of ersac/ are made by gen_expectile_data.py.")
 
 
 def load_transitions(dataset, gamma):
@@ -149,14 +150,14 @@ def load_transitions(dataset, gamma):
         sys.exit(f"{name} has {space} observations, not vectors (ersac_atari.py reads images).")
     columns = []
     for episode in dataset.iterate_episodes():
+        a, r, ended = episode.actions, episode.rewards.astype(float), episode.terminations  # [T]
         steps = gym.vector.utils.iterate(gym.vector.utils.batch_space(space), episode.observations)
         obs = np.array([gym.spaces.flatten(space, x) for x in steps], np.float32)  # [T + 1, D]
-        a, r, terminated = episode.actions, episode.rewards.astype(float), episode.terminations  # [T]
-        finite = np.isfinite(obs).all() and np.isfinite(r).all() and np.isin(a, range(actions.n)).all()
-        if not finite or not len(obs) - 1 == len(a) == len(r) == len(terminated):
-            sys.exit(f"{name}: an episode needs T + 1 finite observations, T finite rewards, T {actions}.")
+        valid = np.isfinite(obs).all() and np.isfinite(r).all() and np.isin(a, range(actions.n)).all()
+        if not valid or not len(obs) - 1 == len(a) == len(r) == len(ended):
+            sys.exit(f"{name}: T + 1 finite observations, T finite rewards, T {actions} actions needed.")
         returns = lfilter([1.0], [1.0, -gamma], r[::-1])[::-1]  # R_t = r_t + gamma R_t+1
-        columns.append((obs[:-1], a, r, obs[1:], terminated, returns if terminated[-1] else np.nan * r))
+        columns.append((obs[:-1], a, r, obs[1:], ended, returns if ended[-1] else np.nan * r))
     if not columns:
         sys.exit(f"{name} holds no episode.")
     obs, action, *others = [torch.as_tensor(np.concatenate(column)) for column in zip(*columns)]
@@ -165,13 +166,14 @@ def load_transitions(dataset, gamma):
 
 def make_eval_env(dataset, **kwargs):
     """The data set's environment for evaluation, observed as vectors; None if there is none."""
+    space = dataset.spec.observation_space
     try:
         env = dataset.recover_environment(eval_env=True, **kwargs)
     except Exception as error:
         print(f"no environment, so the policy is not evaluated ({error})")
         return None
-    dim = gym.spaces.flatdim(dataset.spec.observation_space)
-    if gym.spaces.flatdim(env.observation_space) != dim or env.action_space != dataset.spec.action_space:
+    fits = gym.spaces.flatdim(env.observation_space) == gym.spaces.flatdim(space)
+    if not fits or env.action_space != dataset.spec.action_space:
         sys.exit(f"{dataset.spec.dataset_id}: its spaces are not those of its environment {env.spec.id}.")
     if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
         env = gym.wrappers.TimeLimit(env, 10_000)
@@ -188,8 +190,8 @@ def mlp(*sizes):
 
 
 class EpinetCritic(nn.Module):
-    """q(s, a, z) = mu(s, a) + <sigma_L(x, a) + prior_scale sigma_P(x, a), z>, sigma_P frozen. The heads
-    read x, the scaled observation or (the paper) the features psi, into which they send no gradient.
+    """q(s, a, z) = mu(s, a) + <sigma_L(x, a) + prior_scale sigma_P(x, a), z>, sigma_P frozen. The
+    heads read x: the scaled observation, or (the paper) the features psi, without gradient to them.
     forward(obs [B, D]) -> mu [B, A], sigma_bar [B, A, d_z]; sample(obs, z [N, d_z]) -> [N, B, A]"""
 
     def __init__(self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=0.3, head_input="features"):
@@ -198,11 +200,11 @@ class EpinetCritic(nn.Module):
         self.prior_scale = prior_scale
         self.head_input = head_input
         layers = []
-        for fan_in in (obs_dim, hidden_dim):  # layer norm keeps values of unseen actions from running away
+        for fan_in in (obs_dim, hidden_dim):  # layer norm: values of unseen actions do not run away
             layers += [nn.Linear(fan_in, hidden_dim), nn.LayerNorm(hidden_dim), nn.ReLU()]
         self.psi = nn.Sequential(*layers)
         self.mu = nn.Linear(hidden_dim, num_actions)
-        sizes = [hidden_dim, 50] if head_input == "features" else [obs_dim, 2 * hidden_dim, 2 * hidden_dim]
+        sizes = [obs_dim, 2 * hidden_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim, 50]
         self.sigma_L = mlp(*sizes, num_actions * index_dim)
         self.sigma_P = mlp(*sizes, num_actions * index_dim).requires_grad_(False)
         if head_input == "obs":  # He initialisation: |sigma_P| is about the size of x for every d_z
@@ -236,7 +238,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     sigma = d @ d.mT / N  # [B, A, A]
     scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]  # trace(Sigma) / A, [B, 1, 1]
     tiny = torch.finfo(d.dtype).tiny
-    ridge = (1e-12 * scale + tiny) * torch.eye(A, dtype=d.dtype, device=d.device)  # for N <= A, or no spread
+    ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
     distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
     k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
     radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
@@ -255,7 +257,7 @@ def worst_case_gaussian(mu, sigma_bar, pi, radius):
 
 
 def worst_case_gaussian_box(mu, sigma_bar, pi, radius):
-    """The bounding box of that ellipsoid: every action as low as it gets, whatever the policy. [B, A]"""
+    """The ellipsoid's bounding box: every action as low as it gets, whatever the policy. [B, A]"""
     return mu - radius * sigma_bar.norm(dim=-1)
 
 
@@ -277,14 +279,14 @@ def entropy(pi, log_pi):
 
 
 def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
-    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B]. With
-    q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
+    """y = r + gamma (1 - terminated)(<pi, q*> + alpha H(pi)), pi and q* at the next state, [B].
+    With q [N, B, A] in place of q* every sample bootstraps from itself, [N, B]."""
     v = (pi * q_star).sum(-1) + alpha * entropy(pi, log_pi)
     return reward + gamma * (1 - terminated) * v
 
 
 def propagated_spread(terminated, pi, sigma_bar, gamma):
-    """What the next state's spread adds to an index's own target: y(z) = y + <spread, z>. [B, d_z]"""
+    """The next state's part in an index's own target y(z) = y + <spread, z>. [B, d_z]"""
     return gamma * (1 - terminated)[:, None] * torch.einsum("ba,bad->bd", pi, sigma_bar)
 
 
@@ -330,7 +332,7 @@ if __name__ == "__main__":
             sys.exit(f"--resume {folder}: not a run folder of this script ({error}).")
 
     # ----- check the arguments: no number is negative, no count is 0
-    highest = {"q_lr": 1, "policy_lr": 1, "polyak": 1, "upsilon": 1, "expectile_tau": 1, "gamma": 0.9999}
+    highest = {"q_lr": 1, "policy_lr": 1, "polyak": 1, "upsilon": 1, "expectile_tau": 1, "gamma": 0.999}
     for name, value in asdict(args).items():
         low = 1 if type(value) is int and "seed" not in name else 0
         high = highest.get(name, 10**9)
@@ -371,15 +373,15 @@ if __name__ == "__main__":
     scale = RETURN_SCALE / max(seen.square().mean().sqrt().item(), 1e-8)
     reward = reward * scale
     returns = returns * scale
-    c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # for each transition, [|D|, d_z]
+    c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor
     heads = (args.prior_scale, args.head_input)
     critic = EpinetCritic(D, A, args.index_dim, args.hidden_dim, *heads).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor = Actor(D, A, args.hidden_dim).to(device)
-    theta_mu = [*critic.psi.parameters(), *critic.mu.parameters()]
-    theta_mu = {"params": theta_mu, "weight_decay": 2 * args.lambda_mu}  # the gradient of lambda |theta|^2
+    theta_mu = {"params": [*critic.psi.parameters(), *critic.mu.parameters()]}
+    theta_mu["weight_decay"] = 2 * args.lambda_mu  # the gradient of lambda |theta|^2
     theta_sigma = {"params": critic.sigma_L.parameters(), "weight_decay": 2 * args.lambda_sigma}
     q_optimizer = torch.optim.Adam([theta_mu, theta_sigma], args.q_lr, fused=True)
     policy_optimizer = torch.optim.Adam(actor.parameters(), args.policy_lr, fused=True)
@@ -406,8 +408,8 @@ if __name__ == "__main__":
     method += "-own" if args.targets == "own" else ""
     if folder is None:
         name = args.env_id if args.dataset_id is None else dataset_id
-        run_name = f"{name.split('/')[-1]}__{os.path.basename(args.exp_name)}__{args.seed}__{int(1000 * time.time())}"
-        folder = os.path.join(args.output_dir, run_name)
+        name = f"{os.path.basename(name)}__{os.path.basename(args.exp_name)}__{args.seed}"
+        folder = os.path.join(args.output_dir, f"{name}__{int(1000 * time.time())}")
         try:
             os.makedirs(folder)
             json.dump(asdict(args), open(f"{folder}/args.json", "w"), indent=2)
@@ -446,7 +448,8 @@ if __name__ == "__main__":
 
     # ----- training: Algorithm 4
     started = time.time()
-    bar = tqdm(range(start + 1, args.total_updates + 1), method, args.total_updates, initial=start, unit="update")
+    updates = range(start + 1, args.total_updates + 1)
+    bar = tqdm(updates, method, args.total_updates, initial=start, unit="update")
     for update in bar:
         left = 1 - (update - 1) / args.total_updates  # a settled last policy
         for group in q_optimizer.param_groups:
@@ -456,7 +459,7 @@ if __name__ == "__main__":
         # sample a minibatch
         batch = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
         s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
-        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; truncated steps do not end
+        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; not ended: truncations
         if args.head_input == "obs":
             sigma_p, sigma_p_next = prior[batch], prior_next[batch]  # [B, A d_z]
         z = None
@@ -471,7 +474,7 @@ if __name__ == "__main__":
             if args.targets == "shared":
                 q_next = worst_case(target_critic, s_next, pi, z, sigma_p_next)  # q*, [B, A]
             elif star:
-                q_next, sigma_bar = target_critic(s_next, sigma_p_next)  # mu, [B, A], and [B, A, d_z]
+                q_next, sigma_bar = target_critic(s_next, sigma_p_next)  # mu [B, A], [B, A, d_z]
                 spread = propagated_spread(ended, pi, sigma_bar, args.gamma)  # [B, d_z]
             else:
                 q_next = target_critic.sample(s_next, z, sigma_p_next)  # [N, B, A]
@@ -547,7 +550,8 @@ if __name__ == "__main__":
 
     # ----- final evaluation: the last policy, greedy, on fresh episodes
     if env and args.capture_video:
-        env = gym.wrappers.RecordVideo(make_eval_env(dataset, render_mode="rgb_array"), f"{folder}/video")
+        env = make_eval_env(dataset, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, f"{folder}/video")
     first_seed = 10**6 * (args.seed + 1) + 10**5
     scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
     with torch.no_grad():
@@ -580,5 +584,5 @@ if __name__ == "__main__":
     print(f"{method} on {dataset_id}: ", end="")
     print(f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f}: 0 is {low:.1f} (random play), 100 is {high:.1f} (reference)")
+        print(f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)")
     print(f"run folder: {folder}")
