@@ -1,10 +1,10 @@
 # docs: docs/ersac_ensemble.md
 """ERSAC with N critics: Algorithms 1 to 3 of "Epistemic Robust Offline Reinforcement Learning".
 
-N critics learn from the same data; how far they differ at a state is what the data leave open. A set
-around their Q-vectors (box, convex hull or ellipsoid) holds the likely ones, and the actor learns
-against the worst of them. By default every critic bootstraps from itself (--targets own, our addition);
-in the paper's form (usage in the docs; with the box it is SAC-N) all learn from one worst-case target:
+N critics learn from the same data, and how far they differ is what the data leave open. A set around
+their Q-vectors (box, convex hull or ellipsoid) holds the likely ones; the actor learns against the
+worst of them. By default every critic bootstraps from itself, which is ours; in the paper's form
+(--targets shared --prior-scale 0 --input-scale 1; SAC-N with the box) all share one target:
 
     python ersac_ensemble.py --env-id LunarLander-v3 --uncertainty-set ellipsoid --upsilon 0.9
 """
@@ -337,18 +337,14 @@ if __name__ == "__main__":
     tensors = load_transitions(dataset, args.gamma)
     obs, action, reward, next_obs, terminated, returns = (x.to(device) for x in tensors)
     env = make_eval_env(dataset)
-    D = obs.shape[1]
-    A = int(dataset.spec.action_space.n)
-    obs_mean = obs.mean(0)
-    obs_std = obs.std(0, correction=0).clamp(min=1e-3)
-    obs = (obs - obs_mean) / obs_std
-    next_obs = (next_obs - obs_mean) / obs_std
+    D, A = obs.shape[1], int(dataset.spec.action_space.n)
+    obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
+    obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std
     seen = returns[returns.isfinite()]
     if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
         seen = reward / (1 - args.gamma)
     scale = RETURN_SCALE / max(seen.square().mean().sqrt().item(), 1e-8)
-    reward = reward * scale
-    returns = returns * scale
+    reward, returns = reward * scale, returns * scale
 
     # ----- networks: critics and their frozen priors, target critics, actor, temperature
     critic = EnsembleCritic(D, A, args.num_critics, args.hidden_dim).to(device)
@@ -391,8 +387,7 @@ if __name__ == "__main__":
         except OSError as error:
             sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
     print(f"{method} on {dataset_id}, {device}; after a kill: --resume {folder}", flush=True)
-    start = 0
-    rows = []
+    start, rows = 0, []
     parts = {
         "critic": critic,
         "target": target_critic,
@@ -406,8 +401,7 @@ if __name__ == "__main__":
             part.load_state_dict(checkpoint[name])
         log_alpha.data.copy_(checkpoint["log_alpha"])
         generator.set_state(checkpoint["generator"])
-        start = checkpoint["update"]
-        rows = checkpoint["rows"]
+        start, rows = checkpoint["update"], checkpoint["rows"]
     if args.track:
         import wandb
 
@@ -513,10 +507,8 @@ if __name__ == "__main__":
             checkpoint = {name: part.state_dict() for name, part in parts.items()}
             checkpoint["log_alpha"] = log_alpha.detach()
             checkpoint["generator"] = generator.get_state()
-            checkpoint["update"] = update
-            checkpoint["rows"] = rows
-            checkpoint["obs_mean"] = obs_mean
-            checkpoint["obs_std"] = obs_std
+            checkpoint["update"], checkpoint["rows"] = update, rows
+            checkpoint["obs_mean"], checkpoint["obs_std"] = obs_mean, obs_std
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
             bar.set_postfix_str(f"critic={q_losses.mean():.3g}, return={row['eval/return']:.1f}")

@@ -3,7 +3,7 @@
 
 One network stands for an ensemble: an index z ~ N(0, I) picks a Q-function, and their spread is
 what the data leave open. At each state an ellipsoid holds the likely Q-vectors; the actor learns
-against the worst of them. Here every z bootstraps from itself (--targets own, our addition); in the paper's
+against the worst of them. By default every z bootstraps from itself, which is ours; in the paper's
 form (--targets shared) all z learn from one worst-case target. A run of two minutes:
 
     python ersac_epinet.py --env-id LunarLander-v3 --upsilon 0.9
@@ -361,18 +361,14 @@ if __name__ == "__main__":
     tensors = load_transitions(dataset, args.gamma)
     obs, action, reward, next_obs, terminated, returns = (x.to(device) for x in tensors)
     env = make_eval_env(dataset)
-    D = obs.shape[1]
-    A = int(dataset.spec.action_space.n)
-    obs_mean = obs.mean(0)
-    obs_std = obs.std(0, correction=0).clamp(min=1e-3)
-    obs = (obs - obs_mean) / obs_std
-    next_obs = (next_obs - obs_mean) / obs_std
+    D, A = obs.shape[1], int(dataset.spec.action_space.n)
+    obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
+    obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std
     seen = returns[returns.isfinite()]
     if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
         seen = reward / (1 - args.gamma)
     scale = RETURN_SCALE / max(seen.square().mean().sqrt().item(), 1e-8)
-    reward = reward * scale
-    returns = returns * scale
+    reward, returns = reward * scale, returns * scale
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor
@@ -416,8 +412,7 @@ if __name__ == "__main__":
         except OSError as error:
             sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
     print(f"{method} on {dataset_id}, {device}; after a kill: --resume {folder}", flush=True)
-    start = 0
-    rows = []
+    start, rows = 0, []
     parts = {
         "critic": critic,
         "target": target_critic,
@@ -430,8 +425,7 @@ if __name__ == "__main__":
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
-        start = checkpoint["update"]
-        rows = checkpoint["rows"]
+        start, rows = checkpoint["update"], checkpoint["rows"]
     if args.track:
         import wandb
 
@@ -540,10 +534,8 @@ if __name__ == "__main__":
                 wandb.log(row, step=update)
             checkpoint = {name: part.state_dict() for name, part in parts.items()}
             checkpoint["generator"] = generator.get_state()
-            checkpoint["update"] = update
-            checkpoint["rows"] = rows
-            checkpoint["obs_mean"] = obs_mean
-            checkpoint["obs_std"] = obs_std
+            checkpoint["update"], checkpoint["rows"] = update, rows
+            checkpoint["obs_mean"], checkpoint["obs_std"] = obs_mean, obs_std
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
             bar.set_postfix_str(f"critic={q_loss:.3g}, return={row['eval/return']:.1f}")
