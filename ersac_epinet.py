@@ -75,9 +75,9 @@ class Args:
     targets: Literal["own", "shared"] = "own"
     """own: every index z bootstraps from itself; shared: the paper's one robust target for all"""
     method: Literal["ell-epi-star", "ell-epi"] = "ell-epi-star"
-    """ell-epi-star: the set in closed form; ell-epi: the set through sampled indices"""
-    uncertainty_set: Literal["ellipsoid", "box"] = "ellipsoid"
-    """shape of the set; the box is the ellipsoid's bounding box (ell-epi-star only)"""
+    """ell-epi-star: heads linear in z, set in closed form; ell-epi: any heads, set over samples"""
+    uncertainty_set: Literal["ellipsoid", "hull", "box"] = "ellipsoid"
+    """shape of the set; with ell-epi-star the box is the ellipsoid's bounding box, and no hull"""
     upsilon: float = 0.9
     """probability (ell-epi-star, below 1) or share of the samples (ell-epi) that the set covers"""
     index_dim: int = 16
@@ -189,46 +189,88 @@ def mlp(*sizes):
     return nn.Sequential(*layers)
 
 
-class EpinetCritic(nn.Module):
-    """q(s, a, z) = mu(s, a) + <sigma_L(x, a) + prior_scale sigma_P(x, a), z>, sigma_P frozen. The
-    heads read x: the scaled observation, or (the paper) the features psi, without gradient to them.
-    forward(obs [B, D]) -> mu [B, A], sigma_bar [B, A, d_z]; sample(obs, z [N, d_z]) -> [N, B, A]"""
+class GeneralHead(nn.Module):
+    """sigma(x, ., z), a network of x and z. forward(x [B, X], z [N, d_z]) -> [N, B, A]"""
 
-    def __init__(self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=0.3, head_input="features"):
+    def __init__(self, x_dim, index_dim, num_actions):
+        super().__init__()
+        self.from_x = nn.Linear(x_dim, 50)  # the layer of [x, z] in two parts, as no x is needed N times
+        self.from_z = nn.Linear(index_dim, 50)
+        self.out = mlp(50, 50, num_actions)
+
+    def forward(self, x, z):
+        return self.out(F.relu(self.from_x(x) + self.from_z(z)[:, None]))
+
+
+class EpinetCritic(nn.Module):
+    """q(s, a, z) = mu(s, a) + sigma_L(x, a, z) + prior_scale sigma_P(x, a, z), sigma_P frozen. The heads
+    read x: the scaled observation, or (the paper) the features psi, without gradient to them. Linear
+    heads (Assumption 5.1) are <sigma_bar(x, a), z>, and forward(obs [B, D]) -> mu [B, A], sigma_bar
+    [B, A, d_z]. All heads have sample(obs, z [N, d_z]) -> [N, B, A]"""
+
+    def __init__(
+        self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=0.3, head_input="features", linear=True
+    ):
         super().__init__()
         self.shape = (num_actions, index_dim)
         self.prior_scale = prior_scale
         self.head_input = head_input
+        self.linear = linear
         layers = []
         for fan_in in (obs_dim, hidden_dim):  # layer norm: values of unseen actions do not run away
             layers += [nn.Linear(fan_in, hidden_dim), nn.LayerNorm(hidden_dim), nn.ReLU()]
         self.psi = nn.Sequential(*layers)
         self.mu = nn.Linear(hidden_dim, num_actions)
-        sizes = [obs_dim, 2 * hidden_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim, 50]
-        self.sigma_L = mlp(*sizes, num_actions * index_dim)
-        self.sigma_P = mlp(*sizes, num_actions * index_dim).requires_grad_(False)
-        if head_input == "obs":  # He initialisation: |sigma_P| is about the size of x for every d_z
-            for layer in self.sigma_P[::2]:
+        if linear:
+            sizes = [obs_dim, 2 * hidden_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim, 50]
+            self.sigma_L = mlp(*sizes, num_actions * index_dim)
+            self.sigma_P = mlp(*sizes, num_actions * index_dim)
+        else:
+            x_dim = obs_dim if head_input == "obs" else hidden_dim
+            self.sigma_L = GeneralHead(x_dim, index_dim, num_actions)
+            self.sigma_P = GeneralHead(x_dim, index_dim, num_actions)
+        self.sigma_P.requires_grad_(False)
+        if head_input == "obs":  # He initialisation: sigma_P is about as large as what it reads
+            layers = [layer for layer in self.sigma_P.modules() if isinstance(layer, nn.Linear)]
+            for layer in layers:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
                 nn.init.normal_(layer.bias, std=0.3)
-            self.sigma_P[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))
-            self.sigma_P[-1].bias.zero_()
+            layers[-1].bias.zero_()
+            if linear:  # |sigma_bar| of one size for every d_z
+                layers[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))
+
+    def read(self, obs):
+        psi = self.psi(obs)  # [B, H]
+        return psi, INPUT_SCALE * obs if self.head_input == "obs" else psi.detach()  # x, [B, X]
 
     def forward(self, obs, sigma_p=None):
         """sigma_p [B, A d_z]: the prior head at these observations, if it is known already"""
-        psi = self.psi(obs)  # [B, H]
-        x = INPUT_SCALE * obs if self.head_input == "obs" else psi.detach()  # [B, X]
+        psi, x = self.read(obs)
         if sigma_p is None:
             sigma_p = self.sigma_P(x)
         sigma_bar = self.sigma_L(x) + self.prior_scale * sigma_p  # [B, A d_z]
         return self.mu(psi), sigma_bar.unflatten(-1, self.shape)
 
-    def sample(self, obs, z, sigma_p=None):
-        mu, sigma_bar = self(obs, sigma_p)
-        return mu + torch.einsum("bad,nd->nba", sigma_bar, z)
+    def sample(self, obs, z):
+        if self.linear:
+            mu, sigma_bar = self(obs)
+            return mu + torch.einsum("bad,nd->nba", sigma_bar, z)
+        psi, x = self.read(obs)
+        return self.mu(psi) + self.sigma_L(x, z) + self.prior_scale * self.sigma_P(x, z)
 
 
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
+def worst_case_box(q, pi):
+    """Box: every action at its lowest sample; with shared targets SAC-N (Proposition 3.1). [B, A]"""
+    return q.amin(0)
+
+
+def worst_case_hull(q, pi):
+    """Hull: a linear function is lowest at a vertex, the sample with the lowest <pi, q_i>. [B, A]"""
+    worst = torch.einsum("nba,ba->nb", q, pi).argmin(0)  # [B]
+    return q[worst, torch.arange(q.shape[1], device=q.device)]
+
+
 def worst_case_ellipsoid(q, pi, upsilon):
     """Algorithm 3: q* = mu - radius Sigma pi / sqrt(pi' Sigma pi), in double precision. [B, A]"""
     N, _, A = q.shape
@@ -341,8 +383,8 @@ if __name__ == "__main__":
     star = args.method == "ell-epi-star"
     if star and args.upsilon == 1:
         sys.exit("--upsilon 1: the closed form's set would be infinite; choose a value below 1.")
-    if args.uncertainty_set == "box" and not star:
-        sys.exit("--uncertainty-set box: it has a closed form only; use --method ell-epi-star.")
+    if star and args.uncertainty_set == "hull":
+        sys.exit("--uncertainty-set hull: it is a set over samples; use --method ell-epi.")
     if args.dataset_id is None and args.env_id not in gym.registry:
         sys.exit(f"--env-id {args.env_id}: Gymnasium knows no such environment.")
     for name in ("env_id", "dataset_size", "dataset_seed", "expectile_tau"):
@@ -372,7 +414,7 @@ if __name__ == "__main__":
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor
-    heads = (args.prior_scale, args.head_input)
+    heads = (args.prior_scale, args.head_input, star)
     critic = EpinetCritic(D, A, args.index_dim, args.hidden_dim, *heads).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor = Actor(D, A, args.hidden_dim).to(device)
@@ -385,21 +427,27 @@ if __name__ == "__main__":
 
     def worst_case(network, obs, pi, z, sigma_p):
         """q* of the chosen set. [B, A]"""
-        if not star:
-            return worst_case_ellipsoid(network.sample(obs, z, sigma_p), pi, args.upsilon)
-        mu, sigma_bar = network(obs, sigma_p)  # [B, A], [B, A, d_z]
+        if star:
+            mu, sigma_bar = network(obs, sigma_p)  # [B, A], [B, A, d_z]
+            if args.uncertainty_set == "box":
+                return worst_case_gaussian_box(mu, sigma_bar, pi, radius)
+            return worst_case_gaussian(mu, sigma_bar, pi, radius)
+        q = network.sample(obs, z)  # [N, B, A]
         if args.uncertainty_set == "box":
-            return worst_case_gaussian_box(mu, sigma_bar, pi, radius)
-        return worst_case_gaussian(mu, sigma_bar, pi, radius)
+            return worst_case_box(q, pi)
+        if args.uncertainty_set == "hull":
+            return worst_case_hull(q, pi)
+        return worst_case_ellipsoid(q, pi, args.upsilon)
 
-    # the prior head of an observation never changes: computed once on all data
+    # a linear prior head never changes at an observation: computed once on all data
     sigma_p = sigma_p_next = None
-    if args.head_input == "obs":
+    stored = star and args.head_input == "obs"
+    if stored:
         prior = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in obs.split(1000)])  # [|D|, A d_z]
         prior_next = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in next_obs.split(1000)])
 
     # ----- run folder: new, or as a killed run left it
-    method = "Box-Epi" if args.uncertainty_set == "box" else "Ell-Epi"
+    method = {"ellipsoid": "Ell-Epi", "hull": "CH-Epi", "box": "Box-Epi"}[args.uncertainty_set]
     method += "*" if star else ""
     method += "-own" if args.targets == "own" else ""
     if folder is None:
@@ -454,7 +502,7 @@ if __name__ == "__main__":
         batch = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
         s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
         s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; not ended: truncations
-        if args.head_input == "obs":
+        if stored:
             sigma_p, sigma_p_next = prior[batch], prior_next[batch]  # [B, A d_z]
         z = None
         if not star:  # the same z in target, loss and actor
@@ -471,7 +519,7 @@ if __name__ == "__main__":
                 q_next, sigma_bar = target_critic(s_next, sigma_p_next)  # mu [B, A], [B, A, d_z]
                 spread = propagated_spread(ended, pi, sigma_bar, args.gamma)  # [B, d_z]
             else:
-                q_next = target_critic.sample(s_next, z, sigma_p_next)  # [N, B, A]
+                q_next = target_critic.sample(s_next, z)  # [N, B, A]
             y = robust_target(r, ended, pi, log_pi, q_next, args.alpha, args.gamma)  # [B], or [N, B]
 
         # critic update: the expectation over z in closed form, or over the samples
@@ -479,7 +527,7 @@ if __name__ == "__main__":
             mu, sigma_bar = critic(s, sigma_p)  # [B, A], [B, A, d_z]
             q_loss = epinet_loss(mu, sigma_bar, a, y, c[batch], args.noise_scale, spread).mean()
         else:
-            q = critic.sample(s, z, sigma_p)[:, torch.arange(len(a), device=device), a]  # [N, B]
+            q = critic.sample(s, z)[:, torch.arange(len(a), device=device), a]  # [N, B]
             noise = args.noise_scale * (z @ c[batch].T)  # sigma_bar <c, z>, [N, B]
             q_loss = (q - y - noise).square().mean()
         q_optimizer.zero_grad()
@@ -504,8 +552,12 @@ if __name__ == "__main__":
         # log, evaluate, checkpoint
         if update % args.eval_interval == 0 or update == args.total_updates:
             with torch.no_grad():
-                mu, sigma_bar = critic(s)  # [B, A], [B, A, d_z]
-                std = sigma_bar.norm(dim=-1)  # over z, [B, A]
+                if star:
+                    mu, sigma_bar = critic(s)  # [B, A], [B, A, d_z]
+                    std = sigma_bar.norm(dim=-1)  # over z, [B, A]
+                else:
+                    q = critic.sample(s, z)  # [N, B, A]
+                    mu, std = q.mean(0), q.std(0, correction=0)  # [B, A]
                 taken = F.one_hot(a, A).bool()  # [B, A]
                 row = {
                     "losses/critic_loss": q_loss,
