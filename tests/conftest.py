@@ -1,6 +1,5 @@
 """What the tests share: scripts run inside the test process, what a run folder holds, and small data sets."""
 
-import copy
 import csv
 import json
 import math
@@ -24,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """run("ersac_tabular", "--seed", 3) -> exit code, output, run folders (in a temporary folder), the script's
-    variables, and states: copies of all that it gave to torch.save, the first checkpoint (update 0) first."""
+    """run("ersac_tabular", "--seed", 3) -> exit code, output, new run folders (in a temporary folder). A Ctrl-C inside
+    counts as a kill: code 130."""
 
     def call(script, *arguments):
         monkeypatch.chdir(tmp_path)
@@ -35,8 +34,6 @@ def run(monkeypatch, capsys, tmp_path):
         threads, code, names = torch.get_num_threads(), 0, {}
         torch.set_num_threads(1)
         capsys.readouterr()
-        states, save = [], torch.save
-        monkeypatch.setattr(torch, "save", lambda state, file: (states.append(copy.deepcopy(state)), save(state, file)))
         try:
             names = runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
         except SystemExit as stop:
@@ -44,16 +41,31 @@ def run(monkeypatch, capsys, tmp_path):
             if isinstance(code, str):  # sys.exit("message") prints it and exits with 1
                 print(code, file=sys.stderr)
                 code = 1
+        except KeyboardInterrupt:
+            code = 130
         finally:
-            monkeypatch.setattr(torch, "save", save)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(False)
         out, err = capsys.readouterr()
         folders = sorted(set(tmp_path.glob("runs/*")) - before)
-        return SimpleNamespace(code=code or 0, out=out, err=err, folders=folders, names=names, states=states)
+        return SimpleNamespace(code=code or 0, out=out, err=err, folders=folders, names=names)
 
     return call
+
+
+@pytest.fixture
+def first_state(run, load):
+    """The state in which a run begins: that of one update whose steps have no length."""
+
+    def get(script, *arguments):
+        still = ("--total-updates", 1, "--eval-interval", 1, "--q-lr", 0, "--policy-lr", 0, "--polyak", 0)
+        done = run(script, *arguments, *still, "--exp-name", "still")
+        assert done.code == 0, done.err
+        return load(done.folders[0]).checkpoint
+
+    return get
 
 
 def untimed(text):
@@ -112,7 +124,7 @@ def lander_episodes(count):
     return episodes
 
 
-def plain_data(dataset_id, gamma, return_scale=10.0, normalize_obs=True):
+def plain_data(dataset_id, gamma):
     """A data set as the network scripts read it, written anew in float64 with a loop over transitions: s, a, r, s_next,
     terminated, returns (NaN where the episode was cut), and the numbers that scaled them: mean, std, scale."""
     columns = {name: [] for name in ("s", "a", "r", "s_next", "terminated", "returns")}
@@ -128,13 +140,12 @@ def plain_data(dataset_id, gamma, return_scale=10.0, normalize_obs=True):
             columns["returns"].append(follow if episode.terminations[T - 1] else math.nan)
     data = SimpleNamespace(**{name: torch.tensor(np.array(x, np.float64)) for name, x in columns.items()})
     data.a = data.a.long()
-    data.mean, data.std, data.scale = torch.zeros(data.s.shape[1]), torch.ones(data.s.shape[1]), 1.0
-    if normalize_obs:
-        data.mean = data.s.mean(0)
-        data.std = ((data.s - data.mean) ** 2).mean(0).sqrt().clamp(min=1e-3)
-    if return_scale is not None:
-        seen = [x for x in data.returns.tolist() if not math.isnan(x)]
-        data.scale = return_scale / math.sqrt(sum(x * x for x in seen) / len(seen))
+    data.mean = data.s.mean(0)
+    data.std = ((data.s - data.mean) ** 2).mean(0).sqrt().clamp(min=1e-3)
+    seen = [x for x in data.returns.tolist() if not math.isnan(x)]
+    if not seen:  # no episode ended: as if each reward went on for ever
+        seen = [x / (1 - gamma) for x in data.r.tolist()]
+    data.scale = 10.0 / math.sqrt(sum(x * x for x in seen) / len(seen))
     data.s, data.s_next = (data.s - data.mean) / data.std, (data.s_next - data.mean) / data.std
     data.r, data.returns = data.r * data.scale, data.returns * data.scale
     return data
