@@ -224,6 +224,9 @@ def datasets(tmp_path_factory):
     three = [dict(e, actions=np.minimum(e["actions"], 2)) for e in chain_episodes(203, 0)]
     short = gym.make("test/Chain-v0", max_episode_steps=1)
     store("test/declared-v0", three, chain, eval_env=short, ref_min_score=0.0, ref_max_score=25.0)
+    cut = [dict(e, terminations=[False] * len(e["actions"])) for e in chain_episodes(60, 2)]
+    cut = [dict(e, truncations=[False] * (len(e["actions"]) - 1) + [True]) for e in cut]
+    store("test/chain-cut-v0", cut, chain)
     store("test/chain-large-v0", chain_episodes(3000, 1), chain, ref_min_score=-14.0, ref_max_score=25.0)
     broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
     store("test/nan-v0", broken, env)
