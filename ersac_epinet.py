@@ -572,13 +572,12 @@ if __name__ == "__main__":
                     "charts/std_other_actions": std[~taken].mean(),
                 }
             row = {"update": update} | {name: value.item() for name, value in row.items()}
+            row["charts/updates_per_second"] = (update - start) / (time.time() - started)
             if not math.isfinite(row["losses/critic_loss"] + row["losses/actor_loss"]):
                 sys.exit(f"update {update}: the loss is not finite; try a smaller --q-lr.")
             episodes = math.ceil(args.eval_episodes / 10) if env else 0
             scores = evaluate(actor, env, episodes, 10**6 * (args.seed + 1), obs_mean, obs_std)
             row["eval/return"] = scores.mean().item() if env else math.nan
-            row["charts/updates_per_second"] = args.eval_interval / (time.time() - started)
-            started = time.time()
             rows.append(row)
             table = [list(row.values()) for row in rows]
             np.savetxt(f"{folder}/metrics.csv", table, "%.10g", ",", header=",".join(row), comments="")
@@ -590,6 +589,7 @@ if __name__ == "__main__":
             checkpoint["obs_mean"], checkpoint["obs_std"] = obs_mean, obs_std
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
+            start, started = update, time.time()  # evaluations do not count
             bar.set_postfix_str(f"critic={q_loss:.3g}, return={row['eval/return']:.1f}")
 
     # ----- final evaluation: the last policy, greedy, on fresh episodes
