@@ -167,6 +167,10 @@ def load_transitions(dataset, gamma):
 def make_eval_env(dataset, **kwargs):
     """The data set's environment for evaluation, observed as vectors; None if there is none."""
     space = dataset.spec.observation_space
+
+    def flatten(obs):
+        return gym.spaces.flatten(space, obs)
+
     try:
         env = dataset.recover_environment(eval_env=True, **kwargs)
     except Exception as error:
@@ -177,7 +181,7 @@ def make_eval_env(dataset, **kwargs):
         sys.exit(f"{dataset.spec.dataset_id}: its spaces are not those of its environment {env.spec.id}.")
     if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
         env = gym.wrappers.TimeLimit(env, 10_000)
-    return gym.wrappers.FlattenObservation(env)
+    return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
 
 
 # ===== Critic: one network with a mean and a stochastic head
@@ -379,7 +383,7 @@ if __name__ == "__main__":
         low = 1 if type(value) is int and "seed" not in name else 0
         high = highest.get(name, 10**9)
         if type(value) in (int, float) and not low <= value <= high:
-            sys.exit(f"--{name} {value}: it must lie in [{low}, {high}].")
+            sys.exit(f"--{name.replace('_', '-')} {value}: it must lie in [{low}, {high}].")
     star = args.method == "ell-epi-star"
     if star and args.upsilon == 1:
         sys.exit("--upsilon 1: the closed form's set would be infinite; choose a value below 1.")
@@ -389,7 +393,8 @@ if __name__ == "__main__":
         sys.exit(f"--env-id {args.env_id}: Gymnasium knows no such environment.")
     for name in ("env_id", "dataset_size", "dataset_seed", "expectile_tau"):
         if args.dataset_id is not None and getattr(args, name) != getattr(Args, name):
-            sys.exit(f"--{name} is for the default data set; leave it out with --dataset-id.")
+            flag = name.replace("_", "-")
+            sys.exit(f"--{flag} is for the default data set; leave it out with --dataset-id.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # the networks are too small to share
@@ -598,6 +603,8 @@ if __name__ == "__main__":
         env = gym.wrappers.RecordVideo(env, f"{folder}/video")
     first_seed = 10**6 * (args.seed + 1) + 10**5
     scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
+    if env:
+        env.close()
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
     low = dataset.storage.metadata.get("ref_min_score")

@@ -227,6 +227,8 @@ def datasets(tmp_path_factory):
     cut = [dict(e, terminations=[False] * len(e["actions"])) for e in chain_episodes(60, 2)]
     cut = [dict(e, truncations=[False] * (len(e["actions"]) - 1) + [True]) for e in cut]
     store("test/chain-cut-v0", cut, chain)
+    for seed in (3, 14):
+        store(f"test/draw-s{seed}-v0", chain_episodes(60, seed), chain)
     store("test/chain-large-v0", chain_episodes(3000, 1), chain, ref_min_score=-14.0, ref_max_score=25.0)
     broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
     store("test/nan-v0", broken, env)
