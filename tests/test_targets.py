@@ -1,7 +1,6 @@
-"""Own against shared targets: closed forms against sampling, and a chain on which both can be solved by hand."""
+"""Protects own and shared targets: closed forms against sampling, and a chain on which both can be solved by hand."""
 
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -180,27 +179,3 @@ def test_the_chain_of_tables():
 
 def test_one_table_has_no_spread_so_both_forms_agree():
     assert table_chain("own", 1).item() == table_chain("shared", 1).item()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("script", ["ersac_ensemble", "ersac_epinet"])
-def test_compiled_networks_learn_the_same(run, datasets, monkeypatch, script):
-    compiled_modules, compile_module = [], torch.nn.Module.compile
-
-    def compile_and_count(module):
-        compiled_modules.append(module)
-        compile_module(module)
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_and_count)
-    flags = ("--dataset-id", "test/chain-v0", "--total-updates", 5, "--eval-interval", 5, "--eval-episodes", 1)
-    flags += ("--hidden-dim", 16, "--batch-size", 32)
-    plain = run(script, *flags)
-    assert not compiled_modules
-    compiled = run(script, *flags, "--compile")
-    assert len(compiled_modules) == 3  # critic, target critic, actor
-    assert plain.code == compiled.code == 0, compiled.err
-    for part in ("critic", "target", "actor"):
-        for name, value in plain.states[-1][part].items():
-            torch.testing.assert_close(compiled.states[-1][part][name], value, rtol=1e-3, atol=1e-4)
-    assert plain.states[-1]["critic"].keys() == compiled.states[-1]["critic"].keys()
