@@ -372,6 +372,7 @@ if __name__ == "__main__":
     if folder is not None:  # a killed run goes on with its own arguments
         if args != Args(resume=folder):
             sys.exit("--resume takes no other argument: the run goes on with its own.")
+        folder = os.path.normpath(folder)
         try:
             args = Args(**json.load(open(f"{folder}/args.json")))
         except (OSError, ValueError, TypeError) as error:
@@ -498,7 +499,7 @@ if __name__ == "__main__":
     updates = range(start + 1, args.total_updates + 1)
     bar = tqdm(updates, method, args.total_updates, initial=start, unit="update")
     for update in bar:
-        left = 1 - (update - 1) / args.total_updates  # a settled last policy
+        left = 1 - (update - 1) / args.total_updates  # step sizes fall to 0: a settled last policy
         for group in q_optimizer.param_groups:
             group["lr"] = args.q_lr * left
         policy_optimizer.param_groups[0]["lr"] = args.policy_lr * left

@@ -5,7 +5,8 @@
 Critic and loss are those of ersac_epinet.py; the targets are zero, for only the spread is of interest. First, one state
 s with two actions, of which action 0 has been tried n times: theory says noise_scale / sqrt(n) there (the loss is least
 at the mean of n random unit vectors) and the prior's own spread where nothing was tried. Second, states on a line with
-many data on the left, a few in the middle and none elsewhere. Writes epinet_std.csv and epinet_line.csv.
+many data on the left, a few in the middle and none elsewhere. Both for linear heads with the closed form's loss and for
+general heads with the loss of samples. Writes epinet_std.csv and epinet_line.csv.
 """
 
 import copy
@@ -33,16 +34,21 @@ class Args:
     """folder for the CSVs"""
 
 
-def train(states, action, seed, updates=600, noise_scale=1.0, prior_scale=1.0):
+def train(states, action, seed, linear=True, updates=600, noise_scale=1.0, prior_scale=1.0):
     """An Epinet fitted to the pairs (states [n, 2], action [n]), and the same Epinet before it saw any data."""
     torch.manual_seed(seed)
-    critic = EpinetCritic(2, 2, 16, 32, prior_scale=prior_scale)
+    critic = EpinetCritic(2, 2, 16, 32, prior_scale=prior_scale, linear=linear)
     untrained = copy.deepcopy(critic)
     c = F.normalize(torch.randn(len(states), 16), dim=-1)  # one fixed direction for each data point, [n, d_z]
     optimizer = torch.optim.Adam([p for p in critic.parameters() if p.requires_grad], lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.01, updates)
     for _ in range(updates):
-        loss = epinet_loss(*critic(states), action, torch.zeros(len(states)), c, noise_scale).mean()
+        if linear:
+            loss = epinet_loss(*critic(states), action, torch.zeros(len(states)), c, noise_scale).mean()
+        else:
+            z = torch.randn(100, 16)
+            q = critic.sample(states, z)[:, torch.arange(len(states)), action]  # [N, n]
+            loss = (q - noise_scale * z @ c.T).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -52,37 +58,43 @@ def train(states, action, seed, updates=600, noise_scale=1.0, prior_scale=1.0):
 
 @torch.no_grad()
 def spread(critic, states):
-    """Standard deviation of q(s, a, z) over z, which is |sigma_bar(s, a)|. [n, A]"""
-    return critic(states)[1].norm(dim=-1)
+    """Standard deviation of q(s, a, z) over z, for linear heads |sigma_bar(s, a)|. [n, A]"""
+    if critic.linear:
+        return critic(states)[1].norm(dim=-1)
+    z = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
+    return critic.sample(states, z).std(0)
 
 
-def std_against_count(n, seed):
+def std_against_count(n, seed, linear=True):
     """One row: spread at the seen pair, at the same state's other action, at a state far away; and before any data."""
     seen, far = torch.tensor([[0.5, -0.5]]), torch.tensor([[-3.0, 3.0]])
-    row = {"n": n, "seed": seed, "theory": n**-0.5}
-    for when, critic in zip(("", "_before"), train(seen.expand(n, 2), torch.zeros(n, dtype=torch.long), seed)):
+    row = {"heads": "linear" if linear else "general", "n": n, "seed": seed, "theory": n**-0.5}
+    both = train(seen.expand(n, 2), torch.zeros(n, dtype=torch.long), seed, linear)
+    for when, critic in zip(("", "_before"), both):
         row[f"seen{when}"], row[f"other_action{when}"] = spread(critic, seen)[0].tolist()
         row[f"far_state{when}"] = spread(critic, far).mean().item()
     return row
 
 
-def line(seed):
+def line(seed, linear=True):
     """Rows along a line of states: 1000 data points on the left, 10 in the middle, none elsewhere."""
     g = torch.Generator().manual_seed(seed)
     x = torch.cat([-2 + torch.rand(1000, generator=g), 0.2 + 0.4 * torch.rand(10, generator=g)])  # [1010]
-    both = train(torch.stack([x, x.square() / 2 - 1], -1), torch.zeros(len(x), dtype=torch.long), seed)
+    both = train(torch.stack([x, x.square() / 2 - 1], -1), torch.zeros(len(x), dtype=torch.long), seed, linear)
     grid = torch.linspace(-4, 3, 71)
     after, before = (spread(critic, torch.stack([grid, grid.square() / 2 - 1], -1)) for critic in both)  # [71, A]
     names = ("x", "seen_action", "other_action", "before")
     rows = zip(grid.tolist(), *after.T.tolist(), before.mean(-1).tolist())
-    return [{"seed": seed} | dict(zip(names, row)) for row in rows]
+    heads = "linear" if linear else "general"
+    return [{"heads": heads, "seed": seed} | dict(zip(names, row)) for row in rows]
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    counts = [std_against_count(n, seed) for n in args.counts for seed in range(args.seeds)]
-    lines = [row for seed in range(args.seeds) for row in line(seed)]
+    kinds = (True, False)
+    counts = [std_against_count(n, s, kind) for kind in kinds for n in args.counts for s in range(args.seeds)]
+    lines = [row for kind in kinds for s in range(args.seeds) for row in line(s, kind)]
     for name, rows in (("epinet_std", counts), ("epinet_line", lines)):
         with open(Path(args.out) / f"{name}.csv", "w", newline="") as f:
             writer = csv.DictWriter(f, rows[0])
