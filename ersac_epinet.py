@@ -194,16 +194,17 @@ def mlp(*sizes):
 
 
 class GeneralHead(nn.Module):
-    """sigma(x, ., z), a network of x and z. forward(x [B, X], z [N, d_z]) -> [N, B, A]"""
+    """sigma(x, ., z) = <g(x, z), z> with a network g. forward(x [B, X], z [N, d_z]) -> [N, B, A]"""
 
-    def __init__(self, x_dim, index_dim, num_actions):
+    def __init__(self, sizes, index_dim, num_actions):
         super().__init__()
-        self.from_x = nn.Linear(x_dim, 50)  # the layer of [x, z] in two parts, as no x is needed N times
+        self.from_x = mlp(*sizes, 50)  # x and z meet in 50 units, so that little is computed N B times
         self.from_z = nn.Linear(index_dim, 50)
-        self.out = mlp(50, 50, num_actions)
+        self.g = nn.Linear(50, num_actions * index_dim)
 
     def forward(self, x, z):
-        return self.out(F.relu(self.from_x(x) + self.from_z(z)[:, None]))
+        h = F.relu(self.from_x(x) + self.from_z(z)[:, None])  # [N, B, 50]
+        return torch.einsum("nbad,nd->nba", self.g(h).unflatten(-1, (-1, z.shape[1])), z)
 
 
 class EpinetCritic(nn.Module):
@@ -225,23 +226,21 @@ class EpinetCritic(nn.Module):
             layers += [nn.Linear(fan_in, hidden_dim), nn.LayerNorm(hidden_dim), nn.ReLU()]
         self.psi = nn.Sequential(*layers)
         self.mu = nn.Linear(hidden_dim, num_actions)
+        sizes = [obs_dim, 2 * hidden_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim, 50]
         if linear:
-            sizes = [obs_dim, 2 * hidden_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim, 50]
             self.sigma_L = mlp(*sizes, num_actions * index_dim)
             self.sigma_P = mlp(*sizes, num_actions * index_dim)
         else:
-            x_dim = obs_dim if head_input == "obs" else hidden_dim
-            self.sigma_L = GeneralHead(x_dim, index_dim, num_actions)
-            self.sigma_P = GeneralHead(x_dim, index_dim, num_actions)
+            self.sigma_L = GeneralHead(sizes[:-1], index_dim, num_actions)
+            self.sigma_P = GeneralHead(sizes[:-1], index_dim, num_actions)
         self.sigma_P.requires_grad_(False)
-        if head_input == "obs":  # He initialisation: sigma_P is about as large as what it reads
+        if head_input == "obs":  # He initialisation: |sigma_bar| is about |x| for every d_z
             layers = [layer for layer in self.sigma_P.modules() if isinstance(layer, nn.Linear)]
             for layer in layers:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
                 nn.init.normal_(layer.bias, std=0.3)
+            layers[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))
             layers[-1].bias.zero_()
-            if linear:  # |sigma_bar| of one size for every d_z
-                layers[-1].weight.mul_(math.sqrt(1 / (2 * index_dim)))
 
     def read(self, obs):
         psi = self.psi(obs)  # [B, H]

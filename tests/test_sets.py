@@ -1,23 +1,16 @@
-"""The uncertainty sets against oracles that share no code with them, over random and degenerate ensembles."""
+"""Protects the uncertainty sets, worst_case_*: against linear programs, a numerical minimiser, brute force and samples
+that share no code with them, over ensembles of many shapes and in every degenerate case of the design."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
+from scipy.stats import chi2
 
-from ersac_tabular import (
-    center,
-    ellipsoid_radius,
-    inside,
-    mahalanobis,
-    worst_case_box,
-    worst_case_ellipsoid,
-    worst_case_hull,
-)
+from ersac_ensemble import worst_case_box, worst_case_ellipsoid, worst_case_hull
+from ersac_epinet import worst_case_gaussian, worst_case_gaussian_box
 
 DTYPES = (torch.float32, torch.float64)
 KINDS = ("gaussian", "correlated", "scaled", "offset", "tiny", "duplicates")
@@ -27,35 +20,35 @@ PIS = ("random", "deterministic", "uniform")
 def ensemble(kind, N, B, A, rng):
     """Q-samples [N, B, A] of different shapes, in float64 numpy."""
     q = rng.normal(size=(N, B, A))
-    if kind == "correlated":
-        q = 0.95 * q[..., :1] + 0.3 * q
-    if kind == "scaled":
-        q = q * 10.0 ** rng.uniform(-1, 1, size=(1, B, A))
-    if kind == "offset":
-        q = q + rng.normal(size=(1, B, A)) * 100
-    if kind == "tiny":
-        q = q * 1e-6
     if kind == "duplicates":
         q[N // 2 :] = q[: N - N // 2]
-    return q
+    changed = {"correlated": 0.95 * q[..., :1] + 0.3 * q, "tiny": 1e-6 * q}
+    changed["scaled"] = q * 10.0 ** rng.uniform(-1, 1, size=(1, B, A))
+    changed["offset"] = q + 100 * rng.normal(size=(1, B, A))
+    return changed.get(kind, q)
 
 
 def policy(kind, B, A, rng):
-    pi = rng.dirichlet(np.ones(A), size=B)
     if kind == "deterministic":
-        pi = np.eye(A)[rng.integers(A, size=B)]
-    if kind == "uniform":
-        pi = np.full((B, A), 1 / A)
-    return pi
+        return np.eye(A)[rng.integers(A, size=B)]
+    return rng.dirichlet(np.ones(A), size=B) if kind == "random" else np.full((B, A), 1 / A)
 
 
-def brute_force_radius_squared(q, upsilon):
-    """The smallest radius^2 with a share upsilon of the samples q [N, A] inside, by trying the distance of each."""
+def distances(q):
+    """Squared Mahalanobis distances of the samples q [N, A] from their mean, sorted."""
     d = q - q.mean(0)
-    distances = np.array([x @ np.linalg.solve(np.cov(q.T, ddof=0).reshape(q.shape[1], -1), x) for x in d])
-    return min(r for r in distances if (distances <= r * (1 + 1e-12)).mean() >= upsilon - 1e-12)
+    sigma = np.cov(q.T, ddof=0).reshape(q.shape[1], -1)
+    return np.sort([x @ np.linalg.solve(sigma, x) for x in d])
 
 
+def radius(q, pi, upsilon):
+    """The radius that the ellipsoid has used: how many standard deviations of <pi, q> it went below the mean. [B]"""
+    values = torch.einsum("nba,ba->nb", q.double(), pi.double())
+    value = (pi.double() * worst_case_ellipsoid(q, pi, upsilon).double()).sum(-1)
+    return ((values.mean(0) - value) / values.std(0, correction=0)).numpy()
+
+
+# ----- against oracles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_box_and_hull_solve_their_linear_programs(kind, dtype):
@@ -66,16 +59,13 @@ def test_box_and_hull_solve_their_linear_programs(kind, dtype):
         box, hull = worst_case_box(q, pi), worst_case_hull(q, pi)
         assert box.dtype == hull.dtype == dtype and box.shape == hull.shape == (4, A)
         for b in range(4):
-            scale = q[:, b].abs().max().item()  # the solver's tolerances are absolute
-            x, p, ours_box, ours_hull = (
-                t.double().numpy() for t in (q[:, b] / scale, pi[b], box[b] / scale, hull[b] / scale)
-            )
-            tolerance = 1e-6 if dtype == torch.float32 else 1e-9
-            low = linprog(p, bounds=list(zip(x.min(0), x.max(0))))
-            assert abs(low.fun - p @ ours_box) <= tolerance
-            mix = linprog(x @ p, A_eq=np.ones((1, N)), b_eq=[1.0], bounds=(0, None))
-            assert abs(mix.fun - p @ ours_hull) <= tolerance
-            assert (x == ours_hull).all(-1).any()  # a member of the ensemble itself
+            x, p, lowest, worst = (t.double().numpy() for t in (q[:, b], pi[b], box[b], hull[b]))
+            assert (lowest == x.min(0)).all() and (x == worst).all(-1).any()  # the hull's is a member of the ensemble
+            scale = np.abs(x).max()  # the solver's tolerances are absolute
+            corner = linprog(p, bounds=list(zip(x.min(0) / scale, x.max(0) / scale)))
+            mix = linprog(x @ p / scale, A_eq=np.ones((1, N)), b_eq=[1.0], bounds=(0, None))
+            found = np.array([p @ lowest, p @ worst]) / scale
+            assert np.allclose(found, [corner.fun, mix.fun], rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,59 +79,65 @@ def test_ellipsoid_solves_its_convex_program(kind, dtype):
         assert q_star.dtype == dtype and q_star.shape == (4, A)
         for b in range(4):
             x, p, ours = (t.double().numpy() for t in (q[:, b], pi[b], q_star[b]))
-            mu, sigma = x.mean(0), np.cov(x.T, ddof=0).reshape(A, A)
-            radius2 = brute_force_radius_squared(x, upsilon)
+            mu, sigma, radius2 = x.mean(0), np.cov(x.T, ddof=0), distances(x)[math.ceil(upsilon * N) - 1]
             # the minimiser works on u = (q - mu) / sd with its own constraint, from several starts
             sd = np.sqrt(np.diag(sigma))
-            precision = np.linalg.inv(sigma / np.outer(sd, sd))
+            precision = np.linalg.inv(sigma / np.outer(sd, sd)) / radius2
             c = p * sd / np.abs(p * sd).max()
-            solutions = [
-                minimize(
-                    lambda u, c=c: c @ u,
-                    start,
-                    jac=lambda u, c=c: c,
-                    constraints={
-                        "type": "ineq",
-                        "fun": lambda u, m=precision, r=radius2: 1 - u @ m @ u / r,
-                        "jac": lambda u, m=precision, r=radius2: -2 * m @ u / r,
-                    },
-                    options={"ftol": 1e-12, "maxiter": 500},
-                ).x
-                for start in rng.normal(size=(3, A)) * 0.1
-            ]
-            best = min(c @ u for u in solutions if u @ precision @ u <= radius2 * (1 + 1e-6)) * np.abs(p * sd).max()
-            scale = math.sqrt(p @ sigma @ p)
-            noise = 1e-6 * np.abs(x).max() if dtype == torch.float32 else 0.0
-            assert abs(p @ (ours - mu) - best) <= 1e-5 * scale + 10 * noise
+            constraint = {"type": "ineq", "fun": lambda u, m=precision: 1 - u @ m @ u}
+            constraint["jac"] = lambda u, m=precision: -2 * m @ u
+            options = {"constraints": constraint, "options": {"ftol": 1e-12, "maxiter": 500}}
+            starts = rng.normal(size=(3, A)) * 0.1
+            found = [minimize(lambda u, c=c: c @ u, u, jac=lambda u, c=c: c, **options).x for u in starts]
+            best = min(c @ u for u in found if u @ precision @ u <= 1 + 1e-6) * np.abs(p * sd).max()
+            noise = 1e-5 * np.abs(x).max() if dtype == torch.float32 else 0.0
+            assert abs(p @ (ours - mu) - best) <= 1e-5 * math.sqrt(p @ sigma @ p) + noise
             if dtype == torch.float64:  # on the boundary of the set, exactly
                 assert (ours - mu) @ np.linalg.solve(sigma, ours - mu) == pytest.approx(radius2, rel=1e-6)
-                assert p @ (ours - mu) == pytest.approx(-math.sqrt(radius2) * scale, rel=1e-8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_radius_covers_the_share_upsilon_of_the_samples(dtype):
+def test_radius_is_the_order_statistic_of_the_distances(dtype):
     rng = np.random.default_rng(2)
-    for N in (1, 2, 7, 10, 30, 100):
-        _, d = center(torch.tensor(rng.normal(size=(N, 5, 2)), dtype=dtype))
-        for k in range(1, N + 1):
-            radius2 = ellipsoid_radius(d, k / N).square()
-            held = (mahalanobis(d, d) <= radius2[:, None] * (1 + 1e-5)).sum(-1)
-            assert (held >= k).all() and (N <= 3 or (held == k).all())  # for N <= 3 distances tie
-    # 0.1 * 30 = 3.0000000000000004 must still mean the third smallest
-    _, d = center(torch.tensor(rng.normal(size=(30, 1, 2)), dtype=dtype))
-    assert ellipsoid_radius(d, 0.1) == mahalanobis(d, d).sort().values[0, 2].sqrt()
+    pi = torch.tensor(policy("random", 5, 2, rng), dtype=dtype)
+    for N in (4, 7, 10, 25, 30, 100):
+        q = torch.tensor(rng.normal(size=(N, 5, 2)), dtype=dtype)
+        expected = np.sqrt([distances(q[:, b].double().numpy()) for b in range(5)])  # [B, N]
+        for k in range(1, N + 1):  # 0.1 * 30 and 0.28 * 25 are a little above 3 and 7
+            assert radius(q, pi, k / N) == pytest.approx(expected[:, k - 1], rel=1e-4)
+            assert radius(q, pi, (k - 0.5) / N) == pytest.approx(expected[:, k - 1], rel=1e-4)
+        assert radius(q, pi, 0.0) == pytest.approx(expected[:, 0], rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_of_the_sets(kind):
+    rng = np.random.default_rng(8)
+    for case in range(150):
+        N, A = rng.integers(1, 41), rng.integers(1, 7)
+        q, pi = torch.tensor(ensemble(kind, N, 3, A, rng)), torch.tensor(policy(PIS[case % 3], 3, A, rng))
+        small, large = np.sort(rng.uniform(0.01, 1, size=2))
+        worst = [worst_case_ellipsoid(q, pi, upsilon) for upsilon in (1.0, large, small)]
+        worst += [worst_case_box(q, pi), worst_case_hull(q, pi), q.mean(0)]
+        everything, large, small, box, hull, mean = ((pi * q_star).sum(-1) for q_star in worst)
+        slack = 1e-9 * (1 + q.abs().max())
+        assert (box <= hull + slack).all() and (hull <= mean + slack).all() and (small <= mean + slack).all()
+        assert (large <= small + slack).all()
+        assert (everything <= hull + 1e-6 * q.std(0, correction=0).max() + slack).all()
+
+
+# ----- degenerate ensembles
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("set_", ["box", "hull", "ellipsoid"])
-def test_one_critic_and_identical_critics_give_their_value(set_, dtype):
+def test_one_critic_and_critics_that_agree_up_to_rounding_give_their_value(dtype):
     rng = np.random.default_rng(3)
-    worst = dict(box=worst_case_box, hull=worst_case_hull, ellipsoid=lambda q, pi: worst_case_ellipsoid(q, pi, 0.9))
     for N, A, scale in [(1, 2, 1.0), (1, 18, 1e3), (5, 2, 1e-30), (100, 4, 0.1), (100, 18, 1e6), (3, 4, 0.0)]:
         q = torch.tensor(rng.normal(size=(1, 6, A)) * scale, dtype=dtype).repeat(N, 1, 1)
+        rounded = q * (1 + torch.finfo(dtype).eps * torch.tensor(rng.integers(-1, 2, size=q.shape)))
         for kind in PIS:
             pi = torch.tensor(policy(kind, 6, A, rng), dtype=dtype)
-            assert torch.equal(worst[set_](q, pi), q[0])
+            assert torch.equal(worst_case_box(q, pi), q[0]) and torch.equal(worst_case_hull(q, pi), q[0])
+            for members in (q, rounded.to(dtype)):
+                ours = worst_case_ellipsoid(members, pi, 0.9)
+                assert ((ours - q[0]).abs() <= 1e-6 * q[0].abs().amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,14 +145,10 @@ def test_no_more_critics_than_actions(dtype):
     """N points in general position span N - 1 dimensions; there all of them lie at the squared distance N - 1."""
     rng = np.random.default_rng(4)
     for N, A in [(2, 2), (2, 4), (3, 4), (4, 4), (5, 18), (10, 18), (18, 18)]:
-        q, pi = torch.tensor(rng.normal(size=(N, 20, A)), dtype=dtype), torch.tensor(policy("random", 20, A, rng))
-        mu, d = center(q)
-        assert mahalanobis(d, d).numpy() == pytest.approx(N - 1, rel=0.01)
-        q, pi = q - mu.to(dtype), pi.to(dtype)
+        q = torch.tensor(rng.normal(size=(N, 20, A)), dtype=dtype)
+        pi = torch.tensor(policy("random", 20, A, rng), dtype=dtype)
         for upsilon in (0.1, 0.9, 1.0):
-            value = (pi * worst_case_ellipsoid(q, pi, upsilon)).sum(-1)
-            sd = torch.einsum("nba,ba->nb", q, pi).std(0, correction=0)
-            assert value.numpy() == pytest.approx(-math.sqrt(N - 1) * sd.numpy(), rel=0.01)
+            assert radius(q, pi, upsilon) ** 2 == pytest.approx(N - 1, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,97 +157,64 @@ def test_collapsed_direction_neither_explodes_nor_sets_the_radius(dtype):
     rng = np.random.default_rng(5)
     for offset in (0.0, 1.0, 50.0):
         q = rng.normal(size=(100, 8, 2))
-        q[..., 1] = offset + rng.normal(size=(100, 8)) * np.finfo(np.float32 if dtype == torch.float32 else float).eps
+        q[..., 1] = offset + rng.uniform(-0.5, 0.5, size=(100, 8)) * torch.finfo(dtype).eps
         q = torch.tensor(q, dtype=dtype)
-        alone = q[..., 0].double()
-        z = ((alone - alone.mean(0)) / alone.std(0, correction=0)).square().sort(0).values[89].sqrt()
-        assert ellipsoid_radius(center(q)[1], 0.9).numpy() == pytest.approx(z.numpy(), rel=0.02)
+        alone = [np.sqrt(distances(q[:, b, :1].double().numpy())[89]) for b in range(8)]
+        assert radius(q, torch.tensor([[1.0, 0.0]] * 8, dtype=dtype), 0.9) == pytest.approx(alone, rel=0.02)
         for kind in PIS:
-            pi = torch.tensor(policy(kind, 8, 2, rng), dtype=dtype)
-            q_star = worst_case_ellipsoid(q, pi, 0.9)
-            assert q_star.isfinite().all()
-            assert ((q_star[:, 1] - offset).abs() < 1e-4).all()
+            q_star = worst_case_ellipsoid(q, torch.tensor(policy(kind, 8, 2, rng), dtype=dtype), 0.9)
+            assert q_star.isfinite().all() and ((q_star[:, 1] - offset).abs() < 1e-4).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1e-20, 1e-10, 1e10, 1e18])
-def test_scales_far_from_one(scale, dtype):
+@pytest.mark.parametrize("A", [3, 18])
+def test_scales_far_from_one_and_single_precision(dtype, A):
     rng = np.random.default_rng(6)
-    q = torch.tensor(rng.normal(size=(50, 5, 3)))
-    pi = torch.tensor(policy("random", 5, 3, rng), dtype=dtype)
-    ours = worst_case_ellipsoid((q * scale).to(dtype), pi, 0.9).double() / scale
-    assert ours.numpy() == pytest.approx(worst_case_ellipsoid(q, pi.double(), 0.9).numpy(), rel=1e-4, abs=1e-4)
+    for kind, scale in zip(2 * KINDS, (1e-20, 1e-10, 1.0, 1.0, 1e10, 1e18)):
+        q, pi = torch.tensor(ensemble(kind, 64, 5, A, rng)), torch.tensor(policy("random", 5, A, rng))
+        spread, size = q.std(0).max().item(), q.abs().max().item()
+        ours = worst_case_ellipsoid((q * scale).to(dtype), pi.to(dtype), 0.9).double() / scale
+        assert (ours - worst_case_ellipsoid(q, pi, 0.9)).abs().max() <= 1e-3 * spread + 1e-6 * size
 
 
-def test_float32_agrees_with_float64():
-    rng = np.random.default_rng(7)
-    for kind in KINDS:
-        q, pi = torch.tensor(ensemble(kind, 64, 50, 4, rng)), torch.tensor(policy("random", 50, 4, rng))
-        q, pi = q.float().double(), pi.float().double()
-        spread = q.std(0).amax().item()
-        for worst in (worst_case_box, worst_case_hull, lambda q, pi: worst_case_ellipsoid(q, pi, 0.9)):
-            gap = (worst(q.float(), pi.float()).double() - worst(q, pi)).abs().max().item()
-            assert gap <= 1e-3 * spread + 1e-6 * q.abs().max().item()
+# ----- the Epinet's closed form
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_membership():
-    """`inside` against a linear program for the hull and the definitions for box and ellipsoid."""
-    rng = np.random.default_rng(8)
-    q = rng.normal(size=(12, 200, 2))
-    x = rng.normal(size=(200, 2))
-    got = {kind: inside(torch.tensor(x), torch.tensor(q), kind, 0.9).numpy() for kind in ("box", "hull", "ellipsoid")}
-    for b in range(200):
-        feasible = linprog(
-            np.zeros(12), A_eq=np.vstack([q[:, b].T, np.ones(12)]), b_eq=[*x[b], 1.0], bounds=(0, None)
-        ).success
-        assert got["hull"][b] == feasible
-        assert got["box"][b] == all(q[:, b, a].min() <= x[b, a] <= q[:, b, a].max() for a in range(2))
-        d = x[b] - q[:, b].mean(0)
-        distance = d @ np.linalg.solve(np.cov(q[:, b].T, ddof=0), d)
-        assert got["ellipsoid"][b] == (distance <= brute_force_radius_squared(q[:, b], 0.9))
-    assert 0 < got["hull"].mean() < got["box"].mean() < 1 and 0 < got["ellipsoid"].mean() < 1
-    assert inside(torch.tensor(q[3]), torch.tensor(q), "hull", 0.9).all()  # members are inside their hull
+@pytest.mark.parametrize("A", [2, 4, 18])
+def test_gaussian_set_and_its_box_against_a_hundred_thousand_samples(A):
+    mu, sigma_bar, z = draw(2, A), draw(2, A, A + 2, seed=1), draw(100_000, A + 2, seed=2)
+    pi = draw(2, A, seed=3).softmax(-1)
+    q = mu + torch.einsum("bad,nd->nba", sigma_bar, z)  # [n, B, A]
+    for upsilon in (0.5, 0.9):
+        root = math.sqrt(chi2.ppf(upsilon, A))
+        ours = (pi * worst_case_gaussian(mu, sigma_bar, pi, root)).sum(-1)
+        sampled = (pi * worst_case_ellipsoid(q, pi, upsilon)).sum(-1)
+        assert ((ours - sampled).abs() < 0.02 * ((pi * mu).sum(-1) - ours)).all()
+        box = worst_case_gaussian_box(mu, sigma_bar, pi, root)
+        for a in range(A):  # its side is where the ellipsoid ends along this axis
+            lowest = worst_case_gaussian(mu, sigma_bar, torch.eye(A).double()[[a, a]], root)[:, a]
+            torch.testing.assert_close(box[:, a], lowest)
+        assert ((pi * box).sum(-1) < ours).all()
 
 
-@st.composite
-def samples(draw):
-    N, B, A = draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    q = ensemble(draw(st.sampled_from(KINDS)), N, B, A, rng)
-    return torch.tensor(q), torch.tensor(policy(draw(st.sampled_from(PIS)), B, A, rng)), rng
+def test_gaussian_set_of_fewer_indices_than_actions():
+    """Its Q-vectors lie in a plane, where the set holds all z of a length up to the radius."""
+    sigma_bar, z = draw(1, 4, 2, seed=1), draw(100_000, 2, seed=2)
+    pi = torch.full((1, 4), 0.25).double()
+    q_star = worst_case_gaussian(torch.zeros(1, 4).double(), sigma_bar, pi, 2.5)
+    edge = torch.einsum("bad,nd->nba", sigma_bar, 2.5 * z / z.norm(dim=-1, keepdim=True))
+    assert (pi * q_star).sum().item() == pytest.approx((edge * pi).sum(-1).min().item(), rel=1e-4)
 
 
-def values(q, pi, upsilon):
-    worst = worst_case_box(q, pi), worst_case_hull(q, pi), worst_case_ellipsoid(q, pi, upsilon)
-    return [(pi * q_star).sum(-1) for q_star in worst]
-
-
-@settings(max_examples=150, deadline=None)
-@given(samples(), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
-def test_order_of_the_sets(case, upsilon, other):
-    q, pi, _ = case
-    box, hull, ellipsoid = values(q, pi, upsilon)
-    mean = (pi * q.mean(0)).sum(-1)
-    slack = 1e-9 * (1 + q.abs().max())
-    assert (box <= hull + slack).all() and (hull <= mean + slack).all() and (ellipsoid <= mean + slack).all()
-    small, large = sorted((upsilon, other))
-    assert (
-        values(q, pi, large)[2] <= values(q, pi, small)[2] + slack
-    ).all()  # a larger ellipsoid has a worse worst case
-    # the ellipsoid of all samples contains their hull
-    assert (values(q, pi, 1.0)[2] <= hull + 1e-6 * q.std(0, correction=0).max() + slack).all()
-
-
-@settings(max_examples=150, deadline=None)
-@given(samples(), st.floats(0.01, 1.0), st.floats(0.01, 100.0), st.floats(-100, 100))
-def test_symmetries_of_the_sets(case, upsilon, scale, shift):
-    q, pi, rng = case
-    permuted = q[rng.permutation(len(q))]
-    b = torch.tensor(rng.normal(size=q.shape[1:])) * shift  # a shift of every action's value, the same for all critics
-    tolerance = dict(rtol=1e-6, atol=1e-6 * float(q.std(0, correction=0).max()) + 1e-9 * (1 + float(q.abs().max())))
-    for ours, again in zip(values(q, pi, upsilon), values(permuted, pi, upsilon)):
-        torch.testing.assert_close(ours, again, **tolerance)
-    for worst in (worst_case_box, worst_case_hull, lambda q, pi: worst_case_ellipsoid(q, pi, upsilon)):
-        moved = (pi * (worst(scale * q + b, pi) - b)).sum(-1)
-        wide = dict(rtol=1e-6, atol=scale * tolerance["atol"] + 1e-9 * float(b.abs().max()))
-        torch.testing.assert_close(moved, scale * (pi * worst(q, pi)).sum(-1), **wide)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gaussian_set_in_degenerate_cases(dtype):
+    mu, pi = draw(3, 4).to(dtype), torch.eye(4, dtype=dtype)[:3]
+    for worst in (worst_case_gaussian, worst_case_gaussian_box):
+        assert torch.equal(worst(mu, torch.zeros(3, 4, 5, dtype=dtype), pi, 2.0), mu)
+        for scale in (1e-30, 1e-10, 1e10):
+            sigma_bar = (draw(3, 4, 5) * scale).to(dtype)
+            value = (pi * worst(torch.zeros_like(mu), sigma_bar, pi, 2.0)).sum(-1)
+            expected = -2 * sigma_bar[range(3), range(3)].double().norm(dim=-1)  # a deterministic policy
+            assert value.dtype == dtype and value.double().numpy() == pytest.approx(expected.numpy(), rel=1e-5)

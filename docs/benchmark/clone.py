@@ -67,7 +67,7 @@ class Args:
     top: float = 1.0
     """share of the episodes to clone, the best ones by their return"""
     sample_actions: bool = False
-    """vectors: evaluate the policy by drawing its actions, as whoever collected the data did"""
+    """evaluate the policy by drawing its actions, as whoever collected the data did"""
     total_updates: int = 8000
     """updates"""
     batch_size: int = 256
@@ -139,10 +139,10 @@ def clone_vectors(args, dataset):
 
 def clone_pixels(args, dataset):
     """The same for images."""
-    frames, frame, first, action, reward, _ = ersac_atari.load_frames(dataset, None)
-    lengths = first.unique_consecutive(return_counts=True)[1]
-    returns = [part.sum().item() for part in reward.split(lengths.tolist())]
-    kept = best_episodes(returns, lengths.numpy(), args.top)
+    number, first, action, *_ = ersac_atari.load_steps(dataset, 0.99, 1)
+    rewards = [episode["rewards"][:] for episode in ersac_atari.raw_episodes(dataset)]
+    kept = best_episodes([r.sum() for r in rewards], [len(r) for r in rewards], args.top)
+    frames = ersac_atari.load_frames(dataset)
     some = torch.tensor(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
     mean = some.mean(0)
     std = (some - mean).square().mean().sqrt().clamp(min=1.0)
@@ -151,18 +151,16 @@ def clone_pixels(args, dataset):
     actor = ersac_atari.PixelNetwork(torch.nn.Linear(H, A), H, A, mean, std)
 
     def look(index):
-        return ersac_atari.stack(frames, frame[index], first[index])  # [B, 4, 84, 84]
-
-    def policy(obs):
-        return actor(obs).log_softmax(-1), None
+        return ersac_atari.stack(frames, number[index], first[index])  # [B, 4, 84, 84]
 
     speed = clone(args, actor, look, action, kept)
-    envs = [ersac_atari.make_atari_env(dataset) for _ in range(min(args.eval_episodes, 10))]
+    env = ersac_atari.make_atari_env(dataset)
+    policy = Sampled(actor, args.seed) if args.sample_actions else actor
     first_seed = 10**6 * (args.seed + 1) + 10**5
-    scores = ersac_atari.play(policy, envs, args.eval_episodes, first_seed, torch.device("cpu"), args.eval_epsilon)
+    scores = ersac_atari.play(policy, env, args.eval_episodes, first_seed, args.eval_epsilon)
     with torch.no_grad():
         log_pi = actor(look(torch.arange(0, len(action), len(action) // 1000 + 1))).log_softmax(-1)
-    return envs[0], scores, log_pi, speed
+    return env, scores, log_pi, speed
 
 
 if __name__ == "__main__":

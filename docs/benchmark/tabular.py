@@ -30,7 +30,9 @@ import tyro
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "benchmark")]
+from calibration import rates  # noqa: E402
+
 from ersac_tabular import machine_replacement, policy_value, riverswim  # noqa: E402
 
 ENVS, SIZES, TAUS = ("MachineReplacement", "RiverSwim"), (10, 100, 1000), (0.1, 0.5, 0.9)
@@ -147,16 +149,16 @@ def run(name, seed, commit):
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 runpy.run_path(str(ROOT / "ersac_tabular.py"), run_name="__main__")
         except SystemExit as stop:
-            if stop.code == 130:  # Ctrl-C
-                raise
             return f"{name} --seed {seed}: {stop.code} {said.getvalue().strip()[-500:]}"
         except Exception as error:
             return f"{name} --seed {seed}: {type(error).__name__}: {error}"
         (path,) = Path(folder).glob("*/result.json")
         result = json.loads(path.read_text())
         used = json.loads((path.parent / "args.json").read_text())
-        visits = torch.load(path.parent / "checkpoint.pt", weights_only=True)["visits"].numpy()
+        tables = torch.load(path.parent / "checkpoint.pt", weights_only=True)
+    visits = tables["visits"].numpy()
     result["support_optimum"] = support_optimum(used["env_id"], visits, used["gamma"], used["prior"][0])
+    result = result | rates(used, tables)
     row = {"arguments": name} | {k: used[k] for k in SETTING} | {k: result[k] for k in RESULT} | {"commit": commit}
     return {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}
 
