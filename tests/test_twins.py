@@ -1,4 +1,4 @@
-"""Protects the copies: scripts import nothing from each other. What they share is written out in each, word for word: a twin."""
+"""Protects the copies: scripts import nothing from each other; what they share is a twin, word for word."""
 
 import ast
 from pathlib import Path
