@@ -1,30 +1,27 @@
-"""Does the ellipsoid hold the truth as often as upsilon says? Policy evaluation on RiverSwim with a fixed policy.
+"""Does the set hold the truth? What only the true MDP tells about runs of ersac_tabular.py, and their grids.
 
-    python docs/benchmark/calibration.py
+    python docs/benchmark/calibration.py --targets own --seed 100
 
 A policy that was learned on the data was also chosen on them, so its values are the ones that the data overrate. Here
-the policy is fixed beforehand, the one that collected the data, and the critics of ersac_tabular.py only evaluate it.
-Columns: the share of states whose ellipsoid holds the true Q-vector, and the share whose robust value is a lower bound
-of the true value. Unseen pairs have an entry of their own: no data speak there, only the initial tables do. The same
-for learned policies is tabular.py --grid calibration. Finished seeds are skipped the next time.
+the policy is fixed beforehand, the one that collected the data, and the critics of ersac_tabular.py only evaluate it on
+RiverSwim: the share of states whose ellipsoid holds the true Q-vector, and the share whose robust value is a lower
+bound of the true value, by upsilon. Unseen pairs have columns of their own: no data speak there, only the initial
+tables do. The grids are run by sweep.py --study; rates() scores the learned policies there.
 """
 
-import csv
 import itertools
+import json
 import math
-import multiprocessing
 import os
-import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import tyro
 from scipy.optimize import nnls
-from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -33,7 +30,6 @@ from ersac_tabular import (  # noqa: E402
     collect,
     entropy,
     expectile_value_iteration,
-    greedy,
     machine_replacement,
     policy_value,
     riverswim,
@@ -44,20 +40,71 @@ from ersac_tabular import (  # noqa: E402
 )
 
 UPSILONS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
-CURVES = [(100, 0.5), (100, 0.1), (100, 0.9), (10, 0.5), (1000, 0.5)]  # transitions per state, tau
-COLUMNS = ["dataset_size", "expectile_tau", "targets", "upsilon", "seed", "coverage_rate", "lower_bound_rate"]
-COLUMNS += ["coverage_rate_seen", "lower_bound_rate_seen", "share_seen", "commit"]
 NEAR = 0.01  # tolerance for rounding and incomplete convergence
 
 
 @dataclass
 class Args:
-    workers: int = 2
-    """processes at a time, one thread each"""
-    num_seeds: int = 10
-    """seeds, counted from 100"""
-    out: str = str(ROOT / "docs" / "benchmark" / "calibration.csv")
-    """CSV to append to"""
+    dataset_size: int = 100
+    """transitions per state"""
+    expectile_tau: float = 0.5
+    """risk level of the policy"""
+    targets: Literal["own", "shared"] = "own"
+    """own: every table bootstraps from itself; shared: one robust target for all"""
+    seed: int = 100
+    """seed of the data, the initial tables and the resamples"""
+    output_dir: str = "runs"
+    """folder that receives the run folder"""
+
+
+def table_cells(study):
+    """The cells of a study of the tables: the arguments that differ from the script's defaults (or,
+    fixed-policy, from those of this script)."""
+    coarse = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+    curves = [(100, 0.5), (100, 0.1), (100, 0.9), (10, 0.5), (1000, 0.5)]  # size, tau
+    if study == "fixed-policy":  # how often the set holds the truth, against upsilon, by evaluation alone
+        cells = []
+        for (size, tau), targets in itertools.product(curves, ("own", "shared")):
+            cells.append({"dataset_size": size, "expectile_tau": tau, "targets": targets})
+        return cells
+    if study == "calibration":  # the same for learned policies
+        cells = []
+        for (size, tau), targets in itertools.product(curves, ("shared", "own")):
+            for upsilon in UPSILONS if (size, tau) == (100, 0.5) else coarse:
+                cell = dict(env_id="RiverSwim", dataset_size=size, expectile_tau=tau, targets=targets)
+                cells.append(cell | dict(uncertainty_set="ellipsoid", upsilon=upsilon))
+        return cells
+    paper = []
+    envs, sizes, taus = ("MachineReplacement", "RiverSwim"), (10, 100, 1000), (0.1, 0.5, 0.9)
+    sets = (("box", 0.9), ("hull", 0.9), ("ellipsoid", 1.0), ("ellipsoid", 0.9))  # box and hull ignore upsilon
+    for env, size, tau, (kind, upsilon) in itertools.product(envs, sizes, taus, sets):
+        cell = dict(env_id=env, dataset_size=size, expectile_tau=tau)
+        paper.append(cell | dict(uncertainty_set=kind, upsilon=upsilon))
+    little = [cell for cell in paper if cell["dataset_size"] == 10]
+    # larger steps reach the same fixed point sooner; initial tables below anything attainable
+    fast = dict(bootstrap=False, q_lr=0.1, polyak=0.05, total_updates=3000)
+    below = {"MachineReplacement": (-1010.0, -1000.0), "RiverSwim": (-10.0, 0.0)}
+    if study == "paper":  # the paper's table
+        return paper
+    if study == "no-bootstrap":  # the same data for every critic, trained to convergence
+        pessimistic = [cell | fast | dict(prior=below[cell["env_id"]]) for cell in little]
+        return pessimistic + [cell | fast for cell in little if cell["env_id"] == "RiverSwim"]
+    if study == "targets":  # one target for all critics or each its own, by bootstrap and initial tables
+        cells = []
+        for cell, targets in itertools.product(paper, ("shared", "own")):
+            for data, prior in itertools.product(({}, fast), ({}, dict(prior=below[cell["env_id"]]))):
+                if cell["dataset_size"] < 1000:
+                    cells.append(cell | dict(targets=targets) | data | prior)
+        return cells
+    if study == "upsilon":  # smaller shares of critics in the ellipsoid; 0.9 and 1.0 are in the paper's
+        ellipsoids = [cell for cell in little if cell["upsilon"] == 1.0]
+        return [cell | dict(upsilon=u) for cell in ellipsoids for u in (0.1, 0.3, 0.5, 0.7)]
+    if study == "critics":  # fewer of them; 100 are in the paper's
+        return [cell | dict(num_critics=n) for cell in little for n in (3, 10, 30)]
+    # tuning: what was tried before the settings were fixed
+    changes = [dict(total_updates=n) for n in (1000, 2000, 6000)] + [dict(reset_prob=p) for p in (0.0, 0.5)]
+    changes = [change | dict(polyak=0.005) for change in (*changes, dict(prior=(0.0, 10.0)))]
+    return [cell | change for change in changes for cell in little]
 
 
 def mahalanobis(x, q):
@@ -94,22 +141,31 @@ def inside(x, q, uncertainty_set, upsilon, tolerance=0.0):
     return error < 1e-9 + tolerance / scale
 
 
-def monte_carlo(P, R, pi, gamma, episodes, rng):
-    """Discounted returns of episodes from uniform starts, as in the paper. [episodes]"""
-    s = rng.integers(len(P), size=episodes)
-    returns = np.zeros(episodes)
-    for t in range(round(20 / (1 - gamma))):  # gamma^t has fallen to e^-20
-        a = (pi[s].cumsum(-1) < rng.random((episodes, 1))).sum(-1).clip(max=P.shape[1] - 1)
-        s_next = (P[s, a].cumsum(-1) < rng.random((episodes, 1))).sum(-1).clip(max=P.shape[0] - 1)
-        returns += gamma**t * R[s, a, s_next]
-        s = s_next
-    return returns
+def support_optimum(P, R, visits, gamma, v_low):
+    """Normalised return of the best policy of the empirical MDP that takes only actions seen in the data."""
+    counts = visits.sum(-1)  # [S, A]
+    P_hat = visits / np.maximum(counts, 1)[..., None]
+    v = np.zeros(len(P))
+    for _ in range(2000):
+        q = np.where(counts > 0, (P_hat * (R + gamma * v)).sum(-1), -np.inf)  # [S, A]
+        v = np.where((counts > 0).any(-1), q.max(-1), v_low)
+    seen = np.where(np.isfinite(q), q == q.max(-1, keepdims=True), False)
+    pi = np.where(seen.any(-1, keepdims=True), seen / np.maximum(seen.sum(-1, keepdims=True), 1), 1 / P.shape[1])
+    best = np.zeros(len(P))
+    for _ in range(2000):
+        q_best = (P * (R + gamma * best)).sum(-1)
+        best = q_best.max(-1)
+    uniform = np.full_like(pi, 1 / P.shape[1])
+    optimal = np.eye(P.shape[1])[q_best.argmax(-1)]
+    value, low, high = (policy_value(P, R, policy, gamma).mean() for policy in (pi, uniform, optimal))
+    return 100 * (value - low) / (high - low)
 
 
-def rates(args, tables):
+def rates(args, checkpoint):
     """What only the true MDP tells about a run of ersac_tabular.py, from its arguments and its checkpoint: whether the
-    robust value bounds the last policy's soft value from below, whether the set holds its Q-vector, what the policy
-    itself is worth (the run evaluates the greedy one), and what sampled episodes of the greedy one return."""
+    robust value bounds the last policy's soft value from below, whether the set holds its Q-vector, and what the best
+    policy is worth that takes only actions of the data."""
+    tables = torch.load(checkpoint, weights_only=True)
     P, R = {"MachineReplacement": machine_replacement, "RiverSwim": riverswim}[args["env_id"]]()
     gamma, upsilon, kind = args["gamma"], args["upsilon"], args["uncertainty_set"]
     q, log_pi = tables["q"], tables["logits"].log_softmax(-1)
@@ -122,23 +178,15 @@ def rates(args, tables):
     robust_v = ((pi * q_star).sum(-1) + bonus).numpy()  # [S]
     soft_v = policy_value(P, R + bonus.numpy()[:, None, None], pi.numpy(), gamma)  # [S]
     soft_q = torch.tensor((P * (R + gamma * soft_v)).sum(-1))  # [S, A]
-
-    uniform = np.full(pi.shape, 1 / pi.shape[1])
-    optimal = np.eye(pi.shape[1])[expectile_value_iteration(P, R, 0.5, gamma).argmax(-1)]
-    v, v_random, v_optimal = (policy_value(P, R, policy, gamma) for policy in (pi.numpy(), uniform, optimal))
-    episodes = monte_carlo(P, R, greedy(pi.numpy()), gamma, 1000, np.random.default_rng([args["seed"], 3]))
     return {
         "lower_bound_rate": (robust_v <= soft_v + NEAR).mean().item(),
         "coverage_rate": inside(soft_q, q, kind, upsilon, NEAR).double().mean().item(),
-        "normalized_return_stochastic": 100 * (v - v_random).mean() / (v_optimal - v_random).mean(),
-        "normalized_return_stochastic_state1": 100 * (v - v_random)[0] / (v_optimal - v_random)[0],
-        "monte_carlo_return": episodes.mean(),
+        "support_optimum": support_optimum(P, R, tables["visits"].numpy(), gamma, args["prior"][0]),
     }
 
 
-def evaluate_fixed(size, tau, targets, seed, commit):
+def evaluate_fixed(size, tau, targets, seed):
     """Rows of one data set: the defaults of ersac_tabular.py, with a policy that stays as it is."""
-    torch.set_num_threads(1)
     default = Tabular()
     N = default.num_critics
     P, R = riverswim()
@@ -179,28 +227,19 @@ def evaluate_fixed(size, tau, targets, seed, commit):
             q = train(upsilon)
         covered = inside(truth, q, "ellipsoid", upsilon, NEAR).numpy()  # [S]
         bound = ((pi * worst_case_ellipsoid(q, pi, upsilon)).sum(-1).numpy() <= v + NEAR).astype(float)  # [S]
-        row = [size, tau, targets, upsilon, seed, covered.mean(), bound.mean()]
-        row += [covered[seen].mean(), bound[seen].mean(), seen.mean(), commit]
-        rows.append([round(x, 6) if isinstance(x, float) else x for x in row])
+        row = {"upsilon": upsilon, "coverage_rate": covered.mean(), "lower_bound_rate": bound.mean()}
+        row |= {"coverage_rate_seen": covered[seen].mean(), "lower_bound_rate_seen": bound[seen].mean()}
+        rows.append(row | {"share_seen": seen.mean()})
     return rows
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    path = Path(args.out)
-    text = path.read_text() if path.exists() else ",".join(COLUMNS) + "\n"
-    rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
-    done = {(row["dataset_size"], row["expectile_tau"], row["targets"], row["seed"]) for row in rows}
-    tasks = []
-    for (size, tau), targets, i in itertools.product(CURVES, ("own", "shared"), range(args.num_seeds)):
-        if (str(size), str(tau), targets, str(100 + i)) not in done:
-            tasks.append((size, tau, targets, 100 + i))
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if not path.exists():
-        path.write_text(text)
-    with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(evaluate_fixed, *task, described.stdout.strip()) for task in tasks]
-        for future in tqdm(as_completed(futures), total=len(futures), desc="calibration", unit="data set"):
-            with open(path, "a", newline="") as f:
-                csv.writer(f, lineterminator="\n").writerows(future.result())
+    torch.set_num_threads(1)
+    rows = evaluate_fixed(args.dataset_size, args.expectile_tau, args.targets, args.seed)
+    folder = os.path.join(args.output_dir, f"calibration__{args.targets}__{args.seed}")
+    os.makedirs(folder, exist_ok=True)
+    json.dump(asdict(args), open(f"{folder}/args.json", "w"), indent=2)
+    json.dump({"rows": rows}, open(f"{folder}/result.json", "w"), indent=2)
+    for row in rows:
+        print(", ".join(f"{name} {value:.2f}" for name, value in row.items()))

@@ -1,13 +1,12 @@
-"""A grid of runs, data sets x methods x seeds, several processes at a time, resumable.
+"""Runs of a grid, several processes at a time, resumable: a finished run is a row of a CSV.
 
-    python docs/benchmark/sweep.py --sizes 10000 --methods "Ell-Epi*-own" SAC-N BC --seeds 100 101 102
+    python docs/benchmark/sweep.py --datasets ersac/lunarlander/tau{50,90}-{1k,10k}-s{seed}-v0 --methods SAC-N BC
+    python docs/benchmark/sweep.py --study paper --envs RiverSwim
 
-Seed s learns from data set s, whatever the method, so that differences are paired and intervals contain the data;
---one-dataset gives all seeds the same one. A finished run is one row of the CSV, written at once and skipped the next
-time; what it logged on the way goes to a second CSV, whose name ends in _curves. A run that fails is reported, the
-others go on, and the sweep exits with 1. --flags="--autotune" passes further arguments to the training scripts (to the
-baselines only --track); they are part of a row's name. --datasets takes Minari ids in place of environments, sizes and
-taus; {seed} in an id stands for the seed.
+Data sets x methods x seeds, or a study of the tables. {seed} in an id stands for the seed: seed s learns from data set
+s, so that differences are paired. Missing data of gen_expectile_data.py are made first; environment, size and shares
+are read from their ids. A row is written at once and skipped the next time; what the run logged goes to a second CSV,
+whose name ends in _curves. A run that fails is reported, and the others go on.
 """
 
 import csv
@@ -15,6 +14,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,25 +23,38 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+import gymnasium as gym
 import tyro
+from minari.storage import get_dataset_path
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from ersac_ensemble import dataset_name  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "benchmark")]
+from calibration import rates, table_cells  # noqa: E402
 
 # every flag of a method is spelled out, so that a row means the same when a default changes
-PAPER_N = "ersac_ensemble.py --targets shared --prior-scale 0 --input-scale 1 --polyak 0.02"
+NET = "--hidden-dim 128 --gamma 0.99 --eval-interval 1000 --eval-episodes 100"
+N = f"ersac_ensemble.py {NET} --num-critics 10 --batch-size 128 --alpha 0.003"
+PAPER_N = f"{N} --targets shared --prior-scale 0 --input-scale 1 --polyak 0.02"
 PAPER_N += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
-OWN_N = "ersac_ensemble.py --targets own --prior-scale 10 --input-scale 3 --polyak 0.05"
+OWN_N = f"{N} --targets own --prior-scale 10 --input-scale 3 --polyak 0.05"
 OWN_N += " --q-lr 1e-3 --policy-lr 1e-3 --total-updates 10000"
-PAPER_EPI = "ersac_epinet.py --targets shared --head-input features --prior-scale 0.3 --noise-scale 0.01"
-PAPER_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 20000"
-OWN_EPI = "ersac_epinet.py --targets own --head-input obs --input-scale 3 --prior-scale 3 --noise-scale 0.1"
-OWN_EPI += " --q-lr 5e-4 --policy-lr 5e-4 --total-updates 10000"
-PIXELS = "ersac_atari.py --clone-updates 4000 --critic-warmup 1000 --total-updates 6000 --n-step 10 --bc-coef 0.3"
-PIXELS += " --eval-episodes 20 --eval-epsilon 0.01 --eval-interval 1000"
+EPI = f"ersac_epinet.py {NET} --index-dim 16 --batch-size 256 --polyak 0.05 --alpha 0.003"
+EPI += " --q-lr 5e-4 --policy-lr 5e-4 --upsilon 0.9"
+PAPER_EPI = f"{EPI} --targets shared --head-input features --prior-scale 0.3 --noise-scale 0.01"
+PAPER_EPI += " --total-updates 20000"
+OWN_EPI = f"{EPI} --targets own --head-input obs --prior-scale 3 --noise-scale 0.1"
+OWN_EPI += " --total-updates 10000"
+SAMPLED = "--method ell-epi --num-index-samples 100 --uncertainty-set"
+CLOSED = "--method ell-epi-star --uncertainty-set"
+CLONE = "docs/benchmark/clone.py --total-updates 8000 --batch-size 256 --lr 1e-3 --hidden-dim 128"
+D3 = "docs/benchmark/d3.py --total-updates 10000 --batch-size 256 --hidden-dim 128"
+PIXELS = "ersac_atari.py --clone-updates 4000 --critic-warmup 1000 --total-updates 6000 --n-step 10"
+PIXELS += " --bc-coef 0.3 --eval-episodes 20 --eval-epsilon 0.01 --eval-interval 1000 --method"
+PIXEL_CLONE = "docs/benchmark/clone.py --total-updates 8000 --batch-size 32 --lr 3e-4"
+PIXEL_CLONE += " --hidden-dim 512 --eval-episodes 20 --eval-epsilon 0.01"
 METHODS = {
     "SAC-N": f"{PAPER_N} --uncertainty-set box",
     "CH-N": f"{PAPER_N} --uncertainty-set hull",
@@ -51,175 +64,184 @@ METHODS = {
     "Box-N-own": f"{OWN_N} --uncertainty-set box",
     "CH-N-own": f"{OWN_N} --uncertainty-set hull",
     "Ell_0.9-N-own": f"{OWN_N} --uncertainty-set ellipsoid --upsilon 0.9",
-    "Ell-Epi": f"{PAPER_EPI} --method ell-epi --uncertainty-set ellipsoid --upsilon 0.9",
-    "Ell-Epi*": f"{PAPER_EPI} --method ell-epi-star --uncertainty-set ellipsoid --upsilon 0.9",
-    "Ell-Epi-own": f"{OWN_EPI} --method ell-epi --uncertainty-set ellipsoid --upsilon 0.9",
-    "Ell-Epi*-own": f"{OWN_EPI} --method ell-epi-star --uncertainty-set ellipsoid --upsilon 0.9",
-    "Box-Epi*-own": f"{OWN_EPI} --method ell-epi-star --uncertainty-set box --upsilon 0.9",
-    "BC": "docs/benchmark/clone.py",
-    "BC-top": "docs/benchmark/clone.py --top 0.5",
-    "BC-top10": "docs/benchmark/clone.py --top 0.1",
-    "BC-sampled": "docs/benchmark/clone.py --sample-actions",
-    "CQL": "docs/benchmark/cql.py",
-    "SAC-N-pixels": f"{PIXELS} --algo sac-n",
-    "Ell-Epi*-pixels": f"{PIXELS} --algo ersac-ell-epi-star --upsilon 0.9",
-    "IQL-pixels": f"{PIXELS} --algo iql",
-    "CQL-pixels": f"{PIXELS} --algo cql",
-    "BC-pixels": "docs/benchmark/clone.py --batch-size 32 --lr 3e-4 --eval-episodes 20 --eval-epsilon 0.01",
+    "Ell-Epi": f"{PAPER_EPI} {SAMPLED} ellipsoid",
+    "CH-Epi": f"{PAPER_EPI} {SAMPLED} hull",
+    "Box-Epi": f"{PAPER_EPI} {SAMPLED} box",
+    "Ell-Epi-own": f"{OWN_EPI} {SAMPLED} ellipsoid",
+    "CH-Epi-own": f"{OWN_EPI} {SAMPLED} hull",
+    "Box-Epi-own": f"{OWN_EPI} {SAMPLED} box",
+    "Ell-Epi*": f"{PAPER_EPI} {CLOSED} ellipsoid",
+    "Ell-Epi*-own": f"{OWN_EPI} {CLOSED} ellipsoid",
+    "Box-Epi*": f"{PAPER_EPI} {CLOSED} box",
+    "Box-Epi*-own": f"{OWN_EPI} {CLOSED} box",
+    "BC": CLONE,
+    "BC-top": f"{CLONE} --top 0.5",
+    "BC-top10": f"{CLONE} --top 0.1",
+    "BC-sampled": f"{CLONE} --sample-actions",
+    "BC-weighted": f"{CLONE} --return-temperature 0.5",
+    "CQL-untuned": f"{D3} --algo cql --alpha 1.0 --target-interval 1000 --polyak 1.0 --lr 3e-4",
+    "CQL": f"{D3} --algo cql --alpha 0.1 --target-interval 1 --polyak 0.02 --lr 3e-4",
+    "BCQ": f"{D3} --algo bcq --threshold 0.3 --target-interval 1 --polyak 0.02 --lr 3e-4",
+    "DDQN": f"{D3} --algo ddqn --target-interval 1 --polyak 0.02 --lr 3e-4",
+    "SAC-N-pixels": f"{PIXELS} sac-n --num-critics 100",
+    "Ell-N-pixels": f"{PIXELS} ell-n --num-critics 100 --upsilon 1.0",
+    "Ell_0.9-N-pixels": f"{PIXELS} ell-n --num-critics 100 --upsilon 0.9",
+    "Ell-Epi*-pixels": f"{PIXELS} ell-epi-star --upsilon 0.9",
+    "CQL-pixels": f"{PIXELS} cql",
+    "IQL-pixels": f"{PIXELS} iql",
+    "BRAC-BCQ-pixels": f"{PIXELS} brac-bcq",
+    "BC-pixels": PIXEL_CLONE,
+    "BC-sampled-pixels": f"{PIXEL_CLONE} --sample-actions",
+    "BC-top10-pixels": f"{PIXEL_CLONE} --top 0.1",
 }
-BASELINES = ("BC", "BC-top", "BC-top10", "BC-sampled", "CQL", "BC-pixels")
-KEY = ("method", "dataset_id", "seed", "flags")  # what names a run
-COLUMNS = (
-    *KEY,
-    "env_id",
-    "dataset_size",
-    "expectile_tau",
-    "early_fraction",
-    "normalized_return",
-    "best_return",
-    "eval_return_mean",
-    "eval_return_std",
-    "random_return",
-    "reference_return",
-    "policy_entropy",
-    "training_entropy",
-    "q_star_minus_return",
-    "std_data_actions",
-    "std_other_actions",
-    "updates",
-    "updates_per_second",
-    "seconds",
-    "commit",
-    "arguments",
-    "eval_returns",
-)
-CURVES = (
-    "update",
-    "eval/return",
-    "charts/policy_entropy",
-    "charts/q_minus_return",
-    "charts/q_star_minus_return",
-    "charts/q_gap",
-    "charts/std_data_actions",
-    "charts/std_other_actions",
-)
+# what names a run, by the kind of the CSV, and all columns
+KEYS = {
+    "networks": ("method", "dataset_id", "seed", "flags"),
+    "tables": ("study", "arguments", "seed"),
+    "calibration": ("dataset_size", "expectile_tau", "targets", "seed"),
+}
+COLUMNS = {
+    "networks": """
+        method dataset_id seed flags env_id dataset_size expectile_tau early_fraction switch_prob
+        normalized_return best_return eval_return_mean eval_return_std random_return
+        reference_return policy_entropy training_entropy q_star_minus_return std_data_actions
+        std_other_actions updates updates_per_second seconds commit arguments eval_returns""".split(),
+    "tables": """
+        study arguments seed method env_id dataset_size expectile_tau uncertainty_set upsilon
+        bootstrap reset_prob total_updates normalized_return normalized_return_state1
+        behaviour_normalized_return support_optimum lower_bound_rate coverage_rate policy_entropy
+        eval_return_mean updates_per_second commit""".split(),
+    "calibration": """
+        dataset_size expectile_tau targets upsilon seed coverage_rate lower_bound_rate
+        coverage_rate_seen lower_bound_rate_seen share_seen commit""".split(),
+}
+CURVES = [*KEYS["networks"], "update", "eval/return", "charts/policy_entropy", "charts/q_minus_return"]
+CURVES += ["charts/q_star_minus_return", "charts/q_gap", "charts/std_data_actions", "charts/std_other_actions"]
+STUDIES = Literal["paper", "no-bootstrap", "upsilon", "critics", "targets", "calibration", "tuning", "fixed-policy"]
 
 
 @dataclass
 class Args:
-    envs: list[str] = field(default_factory=lambda: ["LunarLander-v3"])
-    """environments"""
-    sizes: list[int] = field(default_factory=lambda: [100_000])
-    """transitions in the data set"""
-    taus: list[float] = field(default_factory=lambda: [0.5])
-    """risk levels of the behaviour policy"""
-    early_fraction: float = 0.0
-    """share of the data from a policy stopped early in its training"""
-    datasets: list[str] = field(default_factory=list)
-    """Minari data sets, instead of environments, sizes and taus"""
+    datasets: list[str] = field(default_factory=lambda: ["ersac/lunarlander/tau50-100k-s{seed}-v0"])
+    """Minari data sets; {seed} stands for the seed"""
     methods: list[str] = field(default_factory=lambda: ["Ell-Epi*-own", "Ell_0.9-N-own", "BC"])
     """methods, by the names of METHODS"""
-    seeds: list[int] = field(default_factory=lambda: [100, 101, 102, 103, 104])
-    """seeds; 0 to 9 are for tuning, results are reported on 100 and up"""
-    one_dataset: bool = False
-    """all seeds learn from the same data set, that of --dataset-seed 1"""
     flags: str = ""
-    """further arguments for the training scripts, as --flags="--hidden-dim 64" (with the equals sign)"""
+    """further arguments of all runs, as --flags="--alpha 0.1"; part of a row's name"""
+    study: STUDIES | None = None
+    """tables instead of networks; table_cells in calibration.py says what each study is for"""
+    envs: list[str] = field(default_factory=lambda: ["MachineReplacement", "RiverSwim"])
+    """tables: the environments, if not all of the study"""
+    sizes: list[int] = field(default_factory=lambda: [10, 100, 1000])
+    """tables: transitions per state, if not all of the study"""
+    seeds: list[int] = field(default_factory=list)
+    """by default 100 to 104, in tables 100 to 109; 0 to 9 are for tuning"""
+    track: bool = False
+    """also log the runs to Weights & Biases"""
     workers: int = 2
     """processes at a time, one thread each"""
-    out: str = str(ROOT / "docs" / "benchmark" / "grid.csv")
-    """CSV to append to"""
+    out: str | None = None
+    """CSV to append to; by default networks, pixels, tables or calibration.csv in docs/benchmark"""
 
 
-@dataclass
-class Cell:
-    """One run of the grid."""
+def described(dataset_id):
+    """What the id of a data set of gen_expectile_data.py tells, as its flags; others tell nothing."""
+    pattern = r"ersac/([\w-]+)/tau(\w+?)(?:-early(\w+))?(?:-switch(\w+))?(?:-eps(\w+))?-(\d+)(k?)"
+    found = re.fullmatch(pattern + r"(?:-s(\d+))?-v0", dataset_id)
+    if not found:
+        return {}
+    env, *shares, size, thousand, draw = found.groups()
+    envs = {name.lower(): name for name in gym.registry}
+    envs |= {"lunarlander": "LunarLander-v3", "cartpole": "CartPole-v1"}
+    flags = {"env_id": envs.get(env, env)}
+    for name, share in zip(("expectile_tau", "early_fraction", "switch_prob", "epsilon"), shares):
+        if share or name != "epsilon":
+            flags[name] = float((share or "0").replace("p", ".")) / 100  # 12p5: 0.125
+    flags["dataset_size"] = int(size) * (1000 if thousand else 1)
+    flags["dataset_seed"] = int(draw or 1)
+    return flags
 
-    method: str
-    dataset_id: str
-    seed: int
-    flags: str
-    data: dict  # the arguments that name the data set
 
-    def key(self):
-        return (self.method, self.dataset_id, str(self.seed), self.flags)
-
-
-def grid(args):
-    """All cells, seed by seed: a sweep that is stopped has whole seeds."""
+def network_cells(args):
+    """(key, command) of every run, seed by seed: a sweep that is stopped has whole seeds."""
     cells = []
-    for seed in args.seeds:
-        sets = [{"dataset_id": name.replace("{seed}", str(seed))} for name in args.datasets]
-        if not sets:
-            for env_id, size, tau in itertools.product(args.envs, args.sizes, args.taus):
-                ours = {"env_id": env_id, "expectile_tau": tau, "dataset_size": size}
-                ours["early_fraction"] = args.early_fraction
-                ours["dataset_seed"] = 1 if args.one_dataset else seed
-                sets.append(ours)
-        for data, method in itertools.product(sets, args.methods):
-            dataset_id = data.get("dataset_id") or dataset_name(**data)
-            flags = args.flags
-            if method in BASELINES:  # they know --track, and none of the others
-                flags = "--track" if "--track" in flags.split() else ""
-            cells.append(Cell(method, dataset_id, seed, flags, data))
+    for seed, name, method in itertools.product(args.seeds, args.datasets, args.methods):
+        dataset_id = name.replace("{seed}", str(seed))
+        command = [*METHODS[method].split(), "--dataset-id", dataset_id, "--seed", str(seed)]
+        cells.append(((method, dataset_id, str(seed), args.flags), command + shlex.split(args.flags)))
     return cells
 
 
-def run(cell, commit):
-    """One run: its row of the CSV and what it logged."""
-    script, *words = METHODS[cell.method].split()
-    words += ["--seed", str(cell.seed)]
-    for name, value in cell.data.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    words += shlex.split(cell.flags)
+def study_cells(args):
+    """The same for the tables."""
+    cells = []
+    for seed, cell in itertools.product(args.seeds, table_cells(args.study)):
+        if cell.get("env_id", "RiverSwim") not in args.envs or cell["dataset_size"] not in args.sizes:
+            continue
+        words = []
+        for name, value in cell.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
+        key = (args.study, " ".join(words), str(seed))
+        command = ["ersac_tabular.py", "--targets", "shared", *words, "--eval-interval", "1000"]
+        if args.study == "fixed-policy":
+            key = (*map(str, cell.values()), str(seed))
+            command = ["docs/benchmark/calibration.py", *words]
+        cells.append((key, [*command, "--seed", str(seed)]))
+    return cells
+
+
+def run(kind, key, command, commit):
+    """One run: its rows of the CSV and those of its curves."""
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / script), *words, "--output-dir", folder]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        words = [sys.executable, str(ROOT / command[0]), *command[1:], "--output-dir", folder]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, env=env, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{script} {' '.join(words)} failed: {done.stderr.strip()[-500:]}")
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
         (path,) = Path(folder).glob("*/result.json")
         result = json.loads(path.read_text())
         arguments = json.loads((path.parent / "args.json").read_text())
         metrics = []
         if (path.parent / "metrics.csv").exists():
-            metrics = list(csv.DictReader((path.parent / "metrics.csv").read_text().splitlines()))
-    for name in ("output_dir", "resume"):
-        arguments.pop(name, None)
-    row = {name: result.get(name) for name in COLUMNS}
-    row["method"] = cell.method
-    row["dataset_id"] = cell.dataset_id
-    row["seed"] = cell.seed
-    row["flags"] = cell.flags
-    for name in ("dataset_size", "expectile_tau", "early_fraction"):
-        row[name] = cell.data.get(name)
-    row["seconds"] = time.time() - started
-    row["commit"] = commit
-    row["arguments"] = json.dumps(arguments)
+            metrics = list(csv.DictReader(open(path.parent / "metrics.csv")))
+        if kind == "tables":
+            result |= rates(arguments, path.parent / "checkpoint.pt")
+    named = dict(zip(KEYS[kind], key)) | {"commit": commit, "seconds": time.time() - started}
+    if kind == "calibration":
+        return [row | named for row in result["rows"]], []
+    if kind == "tables":
+        return [arguments | result | named], []
+    row = result | described(named["dataset_id"]) | named
+    row["env_id"] = result["env_id"]
+    row["arguments"] = json.dumps({k: v for k, v in arguments.items() if k not in ("output_dir", "resume")})
     row["eval_returns"] = " ".join(f"{x:.1f}" for x in result["eval_returns"])
     if metrics:
         row["best_return"] = max(float(m["eval/return"]) for m in metrics)
         row["training_entropy"] = sum(float(m["charts/policy_entropy"]) for m in metrics) / len(metrics)
         for name in ("q_star_minus_return", "std_data_actions", "std_other_actions"):
             row[name] = float(metrics[-1].get(f"charts/{name}", "nan"))
-    for name, value in row.items():
-        if isinstance(value, float):
-            row[name] = round(value, 4)
-    return row, metrics
+    curves = [{k: f"{float(v):.5g}" for k, v in m.items() if k in CURVES} | named for m in metrics]
+    return [row], curves
 
 
 def append(path, columns, rows):
     """Add rows, below a header if the file is new, in one write: another sweep may add to it too."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     if not path.exists():
         writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
     with open(path, "a", newline="") as f:
         f.write(text.getvalue())
 
 
-def finished(path):
+def finished(path, kind):
     """Keys of the runs that are in the CSV. A line that a kill has cut in half is dropped."""
     if not path.exists():
         return set()
@@ -229,9 +251,19 @@ def finished(path):
         path.with_suffix(".tmp").write_text(text)
         os.replace(path.with_suffix(".tmp"), path)
     rows = csv.DictReader(text.splitlines())
-    if tuple(rows.fieldnames) != COLUMNS:
+    if list(rows.fieldnames) != COLUMNS[kind]:
         sys.exit(f"{path} has other columns than this sweep writes; choose another --out.")
-    return {tuple(row[name] for name in KEY) for row in rows}
+    return {tuple(row[name] for name in KEYS[kind]) for row in rows}
+
+
+def make_data(dataset_id):
+    """Run gen_expectile_data.py if the data set is one of its own and is not on this machine."""
+    flags = described(dataset_id)
+    if flags and not get_dataset_path(dataset_id).exists():
+        print(f"making {dataset_id}", flush=True)
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        if subprocess.run([sys.executable, str(ROOT / "gen_expectile_data.py"), *words]).returncode:
+            sys.exit(f"{dataset_id} could not be made; the lines above say why.")
 
 
 if __name__ == "__main__":
@@ -239,30 +271,37 @@ if __name__ == "__main__":
     unknown = set(args.methods) - set(METHODS)
     if unknown:
         sys.exit(f"--methods {' '.join(sorted(unknown))}: choose from {', '.join(METHODS)}.")
-    path = Path(args.out)
-    have = finished(path)
-    cells = grid(args)
-    todo = [cell for cell in cells if cell.key() not in have]
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    commit = described.stdout.strip()
+    if not args.seeds:
+        args.seeds = list(range(100, 110 if args.study else 105))
+    cells = study_cells(args) if args.study else network_cells(args)
+    if not cells:
+        sys.exit("--study has no such cell; choose other --envs or --sizes.")
+    kind = {None: "networks", "fixed-policy": "calibration"}.get(args.study, "tables")
+    images = kind == "networks" and all(method.endswith("-pixels") for method in args.methods)
+    path = Path(args.out or ROOT / "docs" / "benchmark" / f"{'pixels' if images else kind}.csv")
+    have = finished(path, kind)
+    todo = [cell for cell in cells if cell[0] not in have]
+    if kind == "networks":
+        for dataset_id in dict.fromkeys(key[1] for key, _ in todo):
+            make_data(dataset_id)
+    words = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     failed = 0
     bar = tqdm(total=len(cells), initial=len(cells) - len(todo), desc=path.stem, unit="run")
     with ThreadPoolExecutor(args.workers) as pool:
-        for future in as_completed([pool.submit(run, cell, commit) for cell in todo]):
+        track = ["--track"] if args.track else []
+        for future in as_completed([pool.submit(run, kind, key, words + track, commit) for key, words in todo]):
             try:
-                row, metrics = future.result()
+                rows, curves = future.result()
             except Exception as error:
                 failed += 1
                 tqdm.write(str(error), file=sys.stderr)
                 continue
-            curves = []
-            for logged in metrics:
-                values = {name: f"{float(logged[name]):.5g}" for name in CURVES if name in logged}
-                curves.append({name: row[name] for name in KEY} | values)
-            append(path.with_name(f"{path.stem}_curves.csv"), (*KEY, *CURVES), curves)
-            append(path, COLUMNS, [row])
+            if curves:
+                append(path.with_name(f"{path.stem}_curves.csv"), CURVES, curves)
+            append(path, COLUMNS[kind], rows)
             bar.update()
-            bar.set_postfix_str(f"{row['method']} seed {row['seed']}: {row['normalized_return']}")
+            bar.set_postfix_str(f"{rows[0].get('method', '')} {rows[0].get('normalized_return', '')}")
     bar.close()
     if failed:
         sys.exit(f"{failed} runs failed; the same command tries them again.")
