@@ -32,6 +32,7 @@ from scipy.signal import lfilter
 from scipy.stats import chi2
 from tqdm import tqdm
 
+DATA_FLAGS = ("env_id", "dataset_size", "dataset_seed", "expectile_tau")  # of the default data set
 RETURN_SCALE = 10.0  # rewards are scaled: root mean square of the data's discounted returns
 INPUT_SCALE = 3.0  # factor on the observation that the heads read: how fast the prior varies
 
@@ -120,19 +121,21 @@ def open_dataset(args):
     if name is None:
         env = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
         env = env.get(args.env_id, args.env_id.lower())
-        tau = f"{100 * args.expectile_tau:.7g}".zfill(2).replace(".", "p")  # 0.05: 05, 0.125: 12p5
+        tau = f"{100 * args.expectile_tau:02g}".replace(".", "p")  # 0.05: 05, 0.125: 12p5
         size = re.sub("000$", "k", str(args.dataset_size))  # 10000: 10k
         draw = "" if args.dataset_seed == 1 else f"-s{args.dataset_seed}"
         name = f"ersac/{env}/tau{tau}-{size}{draw}-v0"
-        if not get_dataset_path(name).exists():
+    here = name.split("/", 3)[-1] if "://" in name else name  # hf://user/name
+    try:
+        if not get_dataset_path(here).exists() and args.dataset_id is None:
             print(f"{name} is not on this machine; gen_expectile_data.py makes it.", flush=True)
             gen = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gen_expectile_data.py")
-            flags = ("env_id", "expectile_tau", "dataset_size", "dataset_seed", "output_dir")
-            flags = [f"--{flag}={getattr(args, flag)}" for flag in flags]
-            if subprocess.run([sys.executable, gen, *flags]).returncode != 0:
-                sys.exit(f"{name} could not be made; the lines above say why.")
-    try:
-        return minari.load_dataset(name, download=True)
+            flags = [f"--{flag}={getattr(args, flag)}" for flag in (*DATA_FLAGS, "output_dir")]
+            subprocess.run([sys.executable, gen, *flags], check=True)
+        elif not get_dataset_path(here).exists():
+            print(f"{name} is not on this machine; Minari looks for it online.", flush=True)
+            minari.download_dataset(name)
+        return minari.load_dataset(here)
     except Exception as error:
         why = " ".join(str(error).split())[:150]
         sys.exit(f"{name} cannot be had ({why}); names of ersac/ are made by gen_expectile_data.py.")
@@ -141,9 +144,7 @@ def open_dataset(args):
 def load_transitions(dataset, gamma):
     """obs, action, reward, next_obs, terminated as tensors, and the discounted return that followed
     (NaN, unknown, if the episode was cut before its end)."""
-    name = dataset.spec.dataset_id
-    space = dataset.spec.observation_space
-    actions = dataset.spec.action_space
+    name, space, actions = dataset.id, dataset.observation_space, dataset.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         sys.exit(f"{name} has {actions} actions; this script needs discrete actions from 0 on.")
     if not space.is_np_flattenable or not 0 < gym.spaces.flatdim(space) < 5000:
@@ -166,22 +167,16 @@ def load_transitions(dataset, gamma):
 
 def make_eval_env(dataset, **kwargs):
     """The data set's environment for evaluation, observed as vectors; None if there is none."""
-    space = dataset.spec.observation_space
-
-    def flatten(obs):
-        return gym.spaces.flatten(space, obs)
-
     try:
         env = dataset.recover_environment(eval_env=True, **kwargs)
     except Exception as error:
         print(f"no environment, so the policy is not evaluated ({error})")
         return None
-    fits = gym.spaces.flatdim(env.observation_space) == gym.spaces.flatdim(space)
-    if not fits or env.action_space != dataset.spec.action_space:
-        sys.exit(f"{dataset.spec.dataset_id}: its spaces are not those of its environment {env.spec.id}.")
-    if env.spec.max_episode_steps is None:  # a policy that never ends an episode must not hang us
-        env = gym.wrappers.TimeLimit(env, 10_000)
-    return gym.wrappers.TransformObservation(env, flatten, gym.spaces.flatten_space(space))
+    dims = [gym.spaces.flatdim(x.observation_space) for x in (env, dataset)]
+    if dims[0] != dims[1] or env.action_space != dataset.action_space:
+        sys.exit(f"{dataset.id}: its spaces are not those of its environment {env.spec.id}.")
+    env = gym.wrappers.TimeLimit(env, 10_000)  # for environments that have none of their own
+    return gym.wrappers.FlattenObservation(env)
 
 
 # ===== Critic: one network with a mean and a stochastic head
@@ -307,15 +302,12 @@ def worst_case_gaussian_box(mu, sigma_bar, pi, radius):
 
 
 # ===== Actor, target and losses
-class Actor(nn.Module):
+class Actor(nn.Sequential):
     """Policy network. forward(obs [B, D]) -> logits [B, A]"""
 
     def __init__(self, obs_dim, num_actions, hidden_dim):
-        super().__init__()
-        self.net = mlp(obs_dim, hidden_dim, hidden_dim, num_actions)
-
-    def forward(self, obs):
-        return self.net(obs)
+        hidden = [nn.Linear(obs_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, hidden_dim), nn.ReLU()]
+        super().__init__(*hidden, nn.Linear(hidden_dim, num_actions))
 
 
 def entropy(pi, log_pi):
@@ -391,10 +383,9 @@ if __name__ == "__main__":
         sys.exit("--uncertainty-set hull: it is a set over samples; use --method ell-epi.")
     if args.dataset_id is None and args.env_id not in gym.registry:
         sys.exit(f"--env-id {args.env_id}: Gymnasium knows no such environment.")
-    for name in ("env_id", "dataset_size", "dataset_seed", "expectile_tau"):
+    for name in DATA_FLAGS:
         if args.dataset_id is not None and getattr(args, name) != getattr(Args, name):
-            flag = name.replace("_", "-")
-            sys.exit(f"--{flag} is for the default data set; leave it out with --dataset-id.")
+            sys.exit(f"--{name.replace('_', '-')} is for the default data set, not for --dataset-id.")
 
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # the networks are too small to share
@@ -404,11 +395,10 @@ if __name__ == "__main__":
 
     # ----- data, normalised by their own statistics
     dataset = open_dataset(args)
-    dataset_id = dataset.spec.dataset_id
     tensors = load_transitions(dataset, args.gamma)
     obs, action, reward, next_obs, terminated, returns = (x.to(device) for x in tensors)
-    env = make_eval_env(dataset)
-    D, A = obs.shape[1], int(dataset.spec.action_space.n)
+    env = make_eval_env(dataset, render_mode="rgb_array" if args.capture_video else None)
+    D, A = obs.shape[1], int(dataset.action_space.n)
     obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
     obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std
     seen = returns[returns.isfinite()]
@@ -456,7 +446,7 @@ if __name__ == "__main__":
     method += "*" if star else ""
     method += "-own" if args.targets == "own" else ""
     if folder is None:
-        name = args.env_id if args.dataset_id is None else dataset_id
+        name = args.env_id if args.dataset_id is None else dataset.id
         name = f"{os.path.basename(name)}__{os.path.basename(args.exp_name)}__{args.seed}"
         folder = os.path.join(args.output_dir, f"{name}__{int(1000 * time.time())}")
         try:
@@ -464,15 +454,10 @@ if __name__ == "__main__":
             json.dump(asdict(args), open(f"{folder}/args.json", "w"), indent=2)
         except OSError as error:
             sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
-    print(f"{method} on {dataset_id}, {device}; after a kill: --resume {folder}", flush=True)
+    print(f"{method} on {dataset.id}, {device}; after a kill: --resume {folder}", flush=True)
     start, rows = 0, []
-    parts = {
-        "critic": critic,
-        "target": target_critic,
-        "actor": actor,
-        "q_optimizer": q_optimizer,
-        "policy_optimizer": policy_optimizer,
-    }
+    parts = dict(critic=critic, target=target_critic, actor=actor)
+    parts.update(q_optimizer=q_optimizer, policy_optimizer=policy_optimizer)
     if os.path.exists(f"{folder}/checkpoint.pt"):
         checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         for name, part in parts.items():
@@ -485,18 +470,17 @@ if __name__ == "__main__":
         wandb.init(
             project=args.wandb_project_name,
             entity=args.wandb_entity,
-            group=f"{re.sub('-s[0-9]+(?=-v)', '', dataset_id)} {method}",  # averages over seeds
+            group=f"{re.sub('-s[0-9]+(?=-v)', '', dataset.id)} {method}",  # averages over seeds
             name=os.path.basename(folder),
             id=os.path.basename(folder),
             resume="allow",
-            config=asdict(args) | {"dataset_id": dataset_id},
+            config=asdict(args) | {"dataset_id": dataset.id},
             save_code=True,
         )
 
     # ----- training: Algorithm 4
     started = time.time()
-    updates = range(start + 1, args.total_updates + 1)
-    bar = tqdm(updates, method, args.total_updates, initial=start, unit="update")
+    bar = tqdm(range(start + 1, args.total_updates + 1), method, unit="update")
     for update in bar:
         left = 1 - (update - 1) / args.total_updates  # step sizes fall to 0: a settled last policy
         for group in q_optimizer.param_groups:
@@ -568,9 +552,7 @@ if __name__ == "__main__":
                     "losses/critic_loss": q_loss,
                     "losses/actor_loss": pi_loss,
                     "charts/policy_entropy": entropy(pi, log_pi).mean(),
-                    "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
-                    "charts/q_data_actions": mu[taken].mean(),
                     "charts/q_minus_return": (mu[taken] - returns[batch]).nanmean(),  # where known
                     "charts/q_star_minus_return": (q_star[taken] - returns[batch]).nanmean(),
                     "charts/std_data_actions": std[taken].mean(),
@@ -589,9 +571,8 @@ if __name__ == "__main__":
             if args.track:
                 wandb.log(row, step=update)
             checkpoint = {name: part.state_dict() for name, part in parts.items()}
-            checkpoint["generator"] = generator.get_state()
-            checkpoint["update"], checkpoint["rows"] = update, rows
-            checkpoint["obs_mean"], checkpoint["obs_std"] = obs_mean, obs_std
+            checkpoint.update(generator=generator.get_state(), update=update, rows=rows)
+            checkpoint.update(obs_mean=obs_mean, obs_std=obs_std)
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
             start, started = update, time.time()  # evaluations do not count
@@ -599,7 +580,6 @@ if __name__ == "__main__":
 
     # ----- final evaluation: the last policy, greedy, on fresh episodes
     if env and args.capture_video:
-        env = make_eval_env(dataset, render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, f"{folder}/video")
     first_seed = 10**6 * (args.seed + 1) + 10**5
     scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
@@ -607,8 +587,7 @@ if __name__ == "__main__":
         env.close()
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
-    low = dataset.storage.metadata.get("ref_min_score")
-    high = dataset.storage.metadata.get("ref_max_score")
+    low, high = (dataset.storage.metadata.get(f"ref_{end}_score") for end in ("min", "max"))
     normalized = None
     if env and None not in (low, high) and low != high:
         normalized = 100 * (scores.mean() - low) / (high - low)
@@ -616,7 +595,7 @@ if __name__ == "__main__":
         "script": os.path.basename(__file__),
         "method": method,
         "env_id": env.spec.id if env else None,
-        "dataset_id": dataset_id,
+        "dataset_id": dataset.id,
         "seed": args.seed,
         "updates": args.total_updates,
         "updates_per_second": np.mean([row["charts/updates_per_second"] for row in rows]),
@@ -632,8 +611,8 @@ if __name__ == "__main__":
     json.dump(result, open(f"{folder}/result.json", "w"), indent=2)
     if args.track:
         wandb.run.summary.update(result)
-    print(f"{method} on {dataset_id}: ", end="")
-    print(f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated")
+    score = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
+    print(f"{method} on {dataset.id}: {score}")
     if normalized is not None:
         print(f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)")
     print(f"run folder: {folder}")
