@@ -32,6 +32,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from minari.storage import get_dataset_path
 from PIL import Image
 from scipy.signal import lfilter
 from scipy.stats import chi2
@@ -115,6 +116,19 @@ class Args:
 
 
 # ===== The data: frames decoded once, stacked when a batch is drawn; the environment to evaluate in
+def open_pixels(name):
+    """The data set of this name, downloaded if it is not on this machine."""
+    here = name.split("/", 3)[-1] if "://" in name else name  # hf://user/name
+    try:
+        if not get_dataset_path(here).exists():
+            print(f"{name} is not on this machine; Minari looks for it online.", flush=True)
+            minari.download_dataset(name)
+        return minari.load_dataset(here)
+    except Exception as error:
+        why = " ".join(str(error).split())[:150]
+        sys.exit(f"{name} cannot be had ({why}); record_atari.py makes sets of Pong.")
+
+
 def decode(frame):
     """A raw frame as the networks see it: grey, 84x84 by area averaging. [84, 84] uint8"""
     if frame.ndim == 1:  # a JPEG file, as Minari stores images
@@ -138,8 +152,7 @@ def load_steps(dataset, gamma, n):
     """Of each transition: the numbers of its frame and of its episode's first one, the action, the
     steps to s_next (n, or fewer at the end), their reward, do they end the episode, and the return
     that followed (NaN, unknown, if the episode was cut). [|D|] each"""
-    name = dataset.spec.dataset_id
-    space, actions = dataset.observation_space, dataset.action_space
+    name, space, actions = dataset.id, dataset.observation_space, dataset.action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         sys.exit(f"{name} has {actions} actions; this script needs discrete actions from 0 on.")
     if space.dtype != np.uint8 or len(space.shape) < 2 or space.shape[2:] not in ((), (3,)):
@@ -393,18 +406,13 @@ if __name__ == "__main__":
     generator = torch.Generator().manual_seed(args.seed)  # minibatches
 
     # ----- data: frames stay on disk and in the page cache, a batch is moved to the device as bytes
-    try:
-        dataset = minari.load_dataset(args.dataset_id, download=True)
-    except Exception as error:
-        why = " ".join(str(error).split())[:150]
-        sys.exit(f"{args.dataset_id} cannot be had ({why}); record_atari.py makes sets of Pong.")
-    dataset_id = dataset.spec.dataset_id
+    dataset = open_pixels(args.dataset_id)
     number, first, action, steps, *columns = load_steps(dataset, args.gamma, args.n_step)
     action, reward, terminated, returns = (x.to(device) for x in (action, *columns))  # [|D|]
     discount = (args.gamma**steps).to(device)  # [|D|]
-    env = make_atari_env(dataset)
+    env = make_atari_env(dataset, render_mode="rgb_array" if args.capture_video else None)
     frames = load_frames(dataset)
-    A = int(dataset.spec.action_space.n)
+    A = int(dataset.action_space.n)
     some = torch.tensor(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
     mean = some.mean(0)
     std = (some - mean).square().mean().sqrt().clamp(min=1.0)
@@ -460,22 +468,17 @@ if __name__ == "__main__":
     names = {"ell-n": ell, "ell-epi-star": "Ell-Epi*"}
     method = names.get(args.method, args.method.upper())  # SAC-N, CH-N, CQL, IQL, BRAC-BCQ
     if folder is None:
-        name = f"{'-'.join(dataset_id.split('/'))}__{os.path.basename(args.exp_name)}__{args.seed}"
+        name = f"{'-'.join(dataset.id.split('/'))}__{os.path.basename(args.exp_name)}__{args.seed}"
         folder = os.path.join(args.output_dir, f"{name}__{int(1000 * time.time())}")
         try:
             os.makedirs(folder)
             json.dump(asdict(args), open(f"{folder}/args.json", "w"), indent=2)
         except OSError as error:
             sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
-    print(f"{method} on {dataset_id}, {device}; after a kill: --resume {folder}", flush=True)
+    print(f"{method} on {dataset.id}, {device}; after a kill: --resume {folder}", flush=True)
     start, rows = -args.clone_updates, []
-    parts = {
-        "critic": critic,
-        "target": target_critic,
-        "actor": actor,
-        "q_optimizer": q_optimizer,
-        "policy_optimizer": policy_optimizer,
-    }
+    parts = dict(critic=critic, target=target_critic, actor=actor)
+    parts.update(q_optimizer=q_optimizer, policy_optimizer=policy_optimizer)
     if os.path.exists(f"{folder}/checkpoint.pt"):
         checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         for name, part in parts.items():
@@ -488,11 +491,11 @@ if __name__ == "__main__":
         wandb.init(
             project=args.wandb_project_name,
             entity=args.wandb_entity,
-            group=f"{re.sub('-s[0-9]+(?=-v)', '', dataset_id)} {method}",  # averages over seeds
+            group=f"{re.sub('-s[0-9]+(?=-v)', '', dataset.id)} {method}",  # averages over seeds
             name=os.path.basename(folder),
             id=os.path.basename(folder),
             resume="allow",
-            config=asdict(args) | {"dataset_id": dataset_id},
+            config=asdict(args) | {"dataset_id": dataset.id},
             save_code=True,
         )
 
@@ -601,9 +604,7 @@ if __name__ == "__main__":
                     "losses/critic_loss": q_losses.mean(),
                     "losses/actor_loss": pi_loss,
                     "charts/policy_entropy": entropy(pi, log_pi).mean(),
-                    "charts/q_robust": (pi * q_star).sum(-1).mean(),
                     "charts/q_gap": (pi * (mu - q_star)).sum(-1).mean(),
-                    "charts/q_data_actions": mu[taken].mean(),
                     "charts/q_minus_return": (mu[taken] - returns[batch]).nanmean(),  # where known
                     "charts/q_star_minus_return": (q_star[taken] - returns[batch]).nanmean(),
                     "charts/std_data_actions": std[taken].mean(),
@@ -623,8 +624,7 @@ if __name__ == "__main__":
             if args.track:
                 wandb.log(row, step=update)
             checkpoint = {name: part.state_dict() for name, part in parts.items()}
-            checkpoint["generator"] = generator.get_state()
-            checkpoint["update"], checkpoint["rows"] = update, rows
+            checkpoint.update(generator=generator.get_state(), update=update, rows=rows)
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
             start, started = update, time.time()  # evaluations do not count
@@ -632,7 +632,6 @@ if __name__ == "__main__":
 
     # ----- final evaluation: the last policy, greedy, on fresh episodes
     if env and args.capture_video:
-        env = make_atari_env(dataset, render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, f"{folder}/video")
     first_seed = 10**6 * (args.seed + 1) + 10**5
     scores = play(act, env, args.eval_episodes if env else 0, first_seed, args.eval_epsilon)
@@ -641,8 +640,7 @@ if __name__ == "__main__":
     with torch.no_grad():
         every = len(action) // 1000 + 1
         log_pi = act(stack(frames, number[::every], first[::every]))
-    low = dataset.storage.metadata.get("ref_min_score")
-    high = dataset.storage.metadata.get("ref_max_score")
+    low, high = (dataset.storage.metadata.get(f"ref_{end}_score") for end in ("min", "max"))
     normalized = None
     if env and None not in (low, high) and low != high:
         normalized = 100 * (scores.mean() - low) / (high - low)
@@ -650,7 +648,7 @@ if __name__ == "__main__":
         "script": os.path.basename(__file__),
         "method": method,
         "env_id": env.spec.id if env else None,
-        "dataset_id": dataset_id,
+        "dataset_id": dataset.id,
         "seed": args.seed,
         "updates": args.total_updates,
         "updates_per_second": np.mean([row["charts/updates_per_second"] for row in rows]),
@@ -666,8 +664,8 @@ if __name__ == "__main__":
     json.dump(result, open(f"{folder}/result.json", "w"), indent=2)
     if args.track:
         wandb.run.summary.update(result)
-    print(f"{method} on {dataset_id}: ", end="")
-    print(f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated")
+    score = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
+    print(f"{method} on {dataset.id}: {score}")
     if normalized is not None:
         print(f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)")
     print(f"run folder: {folder}")
