@@ -87,7 +87,7 @@ class Args:
     prior_scale: float = 0.03
     """factor on the frozen prior of heads or Epinet; the baselines have none"""
     noise_scale: float = 0.001
-    """sigma_bar of the fixed noise sigma_bar <c, z> on a transition's target (ell-epi-star)"""
+    """scale of the fixed noise <c, z> on a transition's target (ell-epi-star)"""
 
     clone_updates: int = 8000
     """updates that clone the data's actions into the actor before all else; 0 is a random start"""
@@ -476,7 +476,7 @@ if __name__ == "__main__":
         except OSError as error:
             sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
     print(f"{method} on {dataset.id}, {device}; after a kill: --resume {folder}", flush=True)
-    start, rows = -args.clone_updates, []
+    last_update, rows = -args.clone_updates, []
     parts = dict(critic=critic, target=target_critic, actor=actor)
     parts.update(q_optimizer=q_optimizer, policy_optimizer=policy_optimizer)
     if os.path.exists(f"{folder}/checkpoint.pt"):
@@ -484,7 +484,7 @@ if __name__ == "__main__":
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
-        start, rows = checkpoint["update"], checkpoint["rows"]
+        last_update, rows = checkpoint["update"], checkpoint["rows"]
     if args.track:
         import wandb
 
@@ -500,8 +500,8 @@ if __name__ == "__main__":
         )
 
     # ----- cloning (updates up to 0), then training
-    started = time.time()
-    bar = tqdm(range(start + 1, args.total_updates + 1), method, unit="update")
+    last_time = time.time()
+    bar = tqdm(range(last_update + 1, args.total_updates + 1), method, unit="update")
     for update in bar:
         # sample a minibatch; s_next is up to n steps later
         batch = torch.randint(len(action), (args.batch_size,), generator=generator)
@@ -516,7 +516,7 @@ if __name__ == "__main__":
             clone_loss.backward()
             clone_optimizer.step()
             target_critic.cnn.load_state_dict(critic.cnn.state_dict())
-            start, started = 0, time.time()
+            last_update, last_time = 0, time.time()
             continue
 
         left = 1 - (update - 1) / args.total_updates  # step sizes fall to 0: a settled last policy
@@ -612,7 +612,7 @@ if __name__ == "__main__":
                 }
             row = {name: value.item() for name, value in (row | besides).items()}
             row = {"update": update} | row
-            row["charts/updates_per_second"] = (update - start) / (time.time() - started)
+            row["charts/updates_per_second"] = (update - last_update) / (time.time() - last_time)
             if not math.isfinite(row["losses/critic_loss"] + row["losses/actor_loss"]):
                 sys.exit(f"update {update}: the loss is not finite; try a smaller --q-lr.")
             episodes = math.ceil(args.eval_episodes / 50) if env else 0
@@ -627,7 +627,7 @@ if __name__ == "__main__":
             checkpoint.update(generator=generator.get_state(), update=update, rows=rows)
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
-            start, started = update, time.time()  # evaluations do not count
+            last_update, last_time = update, time.time()  # evaluations do not count
             bar.set_postfix_str(f"critic={q_losses.mean():.3g}, return={row['eval/return']:.1f}")
 
     # ----- final evaluation: the last policy, greedy, on fresh episodes

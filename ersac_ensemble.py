@@ -31,8 +31,8 @@ from minari.storage import get_dataset_path
 from scipy.signal import lfilter
 from tqdm import tqdm
 
-DATA_FLAGS = ("env_id", "dataset_size", "dataset_seed", "expectile_tau")  # of the default data set
-RETURN_SCALE = 10.0  # rewards are scaled: root mean square of the data's discounted returns
+DATA_FLAGS = ("env_id", "dataset_size", "dataset_seed", "expectile_tau")  # name the default data
+RETURN_SCALE = 10.0  # rewards are scaled so that the data's returns have this root mean square
 
 
 @dataclass
@@ -113,8 +113,8 @@ def open_dataset(args):
     """The data set of --dataset-id, downloaded if missing, or the default one, made if missing."""
     name = args.dataset_id
     if name is None:
-        env = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
-        env = env.get(args.env_id, args.env_id.lower())
+        short = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
+        env = short.get(args.env_id, args.env_id.lower())
         tau = f"{100 * args.expectile_tau:02g}".replace(".", "p")  # 0.05: 05, 0.125: 12p5
         size = re.sub("000$", "k", str(args.dataset_size))  # 10000: 10k
         draw = "" if args.dataset_seed == 1 else f"-s{args.dataset_seed}"
@@ -376,7 +376,7 @@ if __name__ == "__main__":
         except OSError as error:
             sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
     print(f"{method} on {dataset.id}, {device}; after a kill: --resume {folder}", flush=True)
-    start, rows = 0, []
+    last_update, rows = 0, []
     parts = dict(critic=critic, target=target_critic, actor=actor)
     parts.update(q_optimizer=q_optimizer, policy_optimizer=policy_optimizer)
     if os.path.exists(f"{folder}/checkpoint.pt"):
@@ -385,7 +385,7 @@ if __name__ == "__main__":
             part.load_state_dict(checkpoint[name])
         log_alpha.data.copy_(checkpoint["log_alpha"])
         generator.set_state(checkpoint["generator"])
-        start, rows = checkpoint["update"], checkpoint["rows"]
+        last_update, rows = checkpoint["update"], checkpoint["rows"]
     if args.track:
         import wandb
 
@@ -400,9 +400,9 @@ if __name__ == "__main__":
             save_code=True,
         )
 
-    # ----- training: Algorithms 2 and 3
-    started = time.time()
-    bar = tqdm(range(start + 1, args.total_updates + 1), method, unit="update")
+    # ----- training: Algorithm 1 with the sets of 2 and 3
+    last_time = time.time()
+    bar = tqdm(range(last_update + 1, args.total_updates + 1), method, unit="update")
     for update in bar:
         left = 1 - (update - 1) / args.total_updates  # step sizes fall to 0: a settled last policy
         q_optimizer.param_groups[0]["lr"] = args.q_lr * left
@@ -411,7 +411,7 @@ if __name__ == "__main__":
         # sample a minibatch
         batch = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
         s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
-        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; truncated steps do not end
+        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; a truncation is no end
         if args.prior_scale > 0:
             prior_q = all_prior_q[batch].transpose(0, 1)  # [N, B, A]
             prior_q_next = all_prior_q_next[batch].transpose(0, 1)  # [N, B, A]
@@ -473,7 +473,7 @@ if __name__ == "__main__":
                     "charts/std_other_actions": std[~taken].mean(),
                 }
             row = {"update": update} | {name: value.item() for name, value in row.items()}
-            row["charts/updates_per_second"] = (update - start) / (time.time() - started)
+            row["charts/updates_per_second"] = (update - last_update) / (time.time() - last_time)
             if not math.isfinite(row["losses/critic_loss"] + row["losses/actor_loss"]):
                 sys.exit(f"update {update}: the loss is not finite; try a smaller --q-lr.")
             episodes = math.ceil(args.eval_episodes / 10) if env else 0
@@ -490,13 +490,13 @@ if __name__ == "__main__":
             checkpoint.update(obs_mean=obs_mean, obs_std=obs_std)
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
-            start, started = update, time.time()  # evaluations do not count
+            last_update, last_time = update, time.time()  # evaluations do not count
             bar.set_postfix_str(f"critic={q_losses.mean():.3g}, return={row['eval/return']:.1f}")
 
     # ----- final evaluation: the last policy, greedy, on fresh episodes
     if env and args.capture_video:
         env = gym.wrappers.RecordVideo(env, f"{folder}/video")
-    first_seed = 10**6 * (args.seed + 1) + 10**5
+    first_seed = 10**6 * (args.seed + 1) + 10**5  # apart from those on the way
     scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
     if env:
         env.close()

@@ -32,8 +32,8 @@ from scipy.signal import lfilter
 from scipy.stats import chi2
 from tqdm import tqdm
 
-DATA_FLAGS = ("env_id", "dataset_size", "dataset_seed", "expectile_tau")  # of the default data set
-RETURN_SCALE = 10.0  # rewards are scaled: root mean square of the data's discounted returns
+DATA_FLAGS = ("env_id", "dataset_size", "dataset_seed", "expectile_tau")  # name the default data
+RETURN_SCALE = 10.0  # rewards are scaled so that the data's returns have this root mean square
 INPUT_SCALE = 3.0  # factor on the observation that the heads read: how fast the prior varies
 
 
@@ -76,7 +76,7 @@ class Args:
     targets: Literal["own", "shared"] = "own"
     """own: every index z bootstraps from itself; shared: the paper's one robust target for all"""
     method: Literal["ell-epi-star", "ell-epi"] = "ell-epi-star"
-    """ell-epi-star: heads linear in z, set in closed form; ell-epi: any heads, set over samples"""
+    """ell-epi-star: heads linear in z, set in closed form; ell-epi: nonlinear heads, sampled z"""
     uncertainty_set: Literal["ellipsoid", "hull", "box"] = "ellipsoid"
     """shape of the set; with ell-epi-star the box is the ellipsoid's bounding box, and no hull"""
     upsilon: float = 0.9
@@ -90,7 +90,7 @@ class Args:
     prior_scale: float = 3.0
     """factor on the frozen prior head, which is the uncertainty where there are no data"""
     noise_scale: float = 0.1
-    """sigma_bar of the fixed noise sigma_bar <c, z> on a transition's target"""
+    """scale of the fixed noise <c, z> on a transition's target (the paper's sigma_bar)"""
     lambda_mu: float = 0.0
     """weight decay of the features and the mean"""
     lambda_sigma: float = 0.0
@@ -119,8 +119,8 @@ def open_dataset(args):
     """The data set of --dataset-id, downloaded if missing, or the default one, made if missing."""
     name = args.dataset_id
     if name is None:
-        env = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
-        env = env.get(args.env_id, args.env_id.lower())
+        short = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
+        env = short.get(args.env_id, args.env_id.lower())
         tau = f"{100 * args.expectile_tau:02g}".replace(".", "p")  # 0.05: 05, 0.125: 12p5
         size = re.sub("000$", "k", str(args.dataset_size))  # 10000: 10k
         draw = "" if args.dataset_seed == 1 else f"-s{args.dataset_seed}"
@@ -208,9 +208,7 @@ class EpinetCritic(nn.Module):
     heads (Assumption 5.1) are <sigma_bar(x, a), z>, and forward(obs [B, D]) -> mu [B, A], sigma_bar
     [B, A, d_z]. All heads have sample(obs, z [N, d_z]) -> [N, B, A]"""
 
-    def __init__(
-        self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=0.3, head_input="features", linear=True
-    ):
+    def __init__(self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=3.0, head_input="obs", linear=True):
         super().__init__()
         self.shape = (num_actions, index_dim)
         self.prior_scale = prior_scale
@@ -221,15 +219,16 @@ class EpinetCritic(nn.Module):
             layers += [nn.Linear(fan_in, hidden_dim), nn.LayerNorm(hidden_dim), nn.ReLU()]
         self.psi = nn.Sequential(*layers)
         self.mu = nn.Linear(hidden_dim, num_actions)
-        sizes = [obs_dim, 2 * hidden_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim, 50]
         if linear:
+            sizes = [obs_dim, 2 * hidden_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim, 50]
             self.sigma_L = mlp(*sizes, num_actions * index_dim)
             self.sigma_P = mlp(*sizes, num_actions * index_dim)
         else:
-            self.sigma_L = GeneralHead(sizes[:-1], index_dim, num_actions)
-            self.sigma_P = GeneralHead(sizes[:-1], index_dim, num_actions)
+            sizes = [obs_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim]
+            self.sigma_L = GeneralHead(sizes, index_dim, num_actions)
+            self.sigma_P = GeneralHead(sizes, index_dim, num_actions)
         self.sigma_P.requires_grad_(False)
-        if head_input == "obs":  # He initialisation: |sigma_bar| is about |x| for every d_z
+        if head_input == "obs":  # He initialisation: |sigma_bar| is about the rms of x, for every d_z
             layers = [layer for layer in self.sigma_P.modules() if isinstance(layer, nn.Linear)]
             for layer in layers:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
@@ -406,11 +405,12 @@ if __name__ == "__main__":
         seen = reward / (1 - args.gamma)
     scale = RETURN_SCALE / max(seen.square().mean().sqrt().item(), 1e-8)
     reward, returns = reward * scale, returns * scale
+    # a transition's noise <c, z>: every z sees its own version of the data, like a resample
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor
-    heads = (args.prior_scale, args.head_input, star)
-    critic = EpinetCritic(D, A, args.index_dim, args.hidden_dim, *heads).to(device)
+    sizes = (D, A, args.index_dim, args.hidden_dim)
+    critic = EpinetCritic(*sizes, args.prior_scale, args.head_input, star).to(device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor = Actor(D, A, args.hidden_dim).to(device)
     theta_mu = {"params": [*critic.psi.parameters(), *critic.mu.parameters()]}
@@ -418,10 +418,10 @@ if __name__ == "__main__":
     theta_sigma = {"params": critic.sigma_L.parameters(), "weight_decay": 2 * args.lambda_sigma}
     q_optimizer = torch.optim.Adam([theta_mu, theta_sigma], args.q_lr, fused=True)
     policy_optimizer = torch.optim.Adam(actor.parameters(), args.policy_lr, fused=True)
-    radius = math.sqrt(chi2.ppf(args.upsilon, A)) if star else None
+    radius = math.sqrt(chi2.ppf(args.upsilon, A))  # rho in Algorithm 4
 
     def worst_case(network, obs, pi, z, sigma_p):
-        """q* of the chosen set. [B, A]"""
+        """q* of the chosen set; z: samples only, sigma_p: if stored. [B, A]"""
         if star:
             mu, sigma_bar = network(obs, sigma_p)  # [B, A], [B, A, d_z]
             if args.uncertainty_set == "box":
@@ -433,13 +433,6 @@ if __name__ == "__main__":
         if args.uncertainty_set == "hull":
             return worst_case_hull(q, pi)
         return worst_case_ellipsoid(q, pi, args.upsilon)
-
-    # a linear prior head never changes at an observation: computed once on all data
-    sigma_p = sigma_p_next = None
-    stored = star and args.head_input == "obs"
-    if stored:
-        prior = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in obs.split(1000)])  # [|D|, A d_z]
-        prior_next = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in next_obs.split(1000)])
 
     # ----- run folder: new, or as a killed run left it
     method = {"ellipsoid": "Ell-Epi", "hull": "CH-Epi", "box": "Box-Epi"}[args.uncertainty_set]
@@ -455,7 +448,7 @@ if __name__ == "__main__":
         except OSError as error:
             sys.exit(f"--output-dir {args.output_dir}: {error.strerror}.")
     print(f"{method} on {dataset.id}, {device}; after a kill: --resume {folder}", flush=True)
-    start, rows = 0, []
+    last_update, rows = 0, []
     parts = dict(critic=critic, target=target_critic, actor=actor)
     parts.update(q_optimizer=q_optimizer, policy_optimizer=policy_optimizer)
     if os.path.exists(f"{folder}/checkpoint.pt"):
@@ -463,7 +456,7 @@ if __name__ == "__main__":
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
-        start, rows = checkpoint["update"], checkpoint["rows"]
+        last_update, rows = checkpoint["update"], checkpoint["rows"]
     if args.track:
         import wandb
 
@@ -478,9 +471,16 @@ if __name__ == "__main__":
             save_code=True,
         )
 
+    # a linear prior head never changes at an observation: computed once on all data
+    sigma_p = sigma_p_next = None
+    stored = star and args.head_input == "obs"
+    if stored:
+        all_sigma_p = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in obs.split(1000)])  # [|D|, A d_z]
+        all_sigma_p_next = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in next_obs.split(1000)])
+
     # ----- training: Algorithm 4
-    started = time.time()
-    bar = tqdm(range(start + 1, args.total_updates + 1), method, unit="update")
+    last_time = time.time()
+    bar = tqdm(range(last_update + 1, args.total_updates + 1), method, unit="update")
     for update in bar:
         left = 1 - (update - 1) / args.total_updates  # step sizes fall to 0: a settled last policy
         for group in q_optimizer.param_groups:
@@ -490,9 +490,9 @@ if __name__ == "__main__":
         # sample a minibatch
         batch = torch.randint(len(obs), (args.batch_size,), generator=generator).to(device)
         s, a, r = obs[batch], action[batch], reward[batch]  # [B, D], [B], [B]
-        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; not ended: truncations
+        s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; a truncation is no end
         if stored:
-            sigma_p, sigma_p_next = prior[batch], prior_next[batch]  # [B, A d_z]
+            sigma_p, sigma_p_next = all_sigma_p[batch], all_sigma_p_next[batch]  # [B, A d_z]
         z = None
         if not star:  # the same z in target, loss and actor
             z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
@@ -505,8 +505,8 @@ if __name__ == "__main__":
             if args.targets == "shared":
                 q_next = worst_case(target_critic, s_next, pi, z, sigma_p_next)  # q*, [B, A]
             elif star:
-                q_next, sigma_bar = target_critic(s_next, sigma_p_next)  # mu [B, A], [B, A, d_z]
-                spread = propagated_spread(ended, pi, sigma_bar, args.gamma)  # [B, d_z]
+                q_next, sigma_next = target_critic(s_next, sigma_p_next)  # mu [B, A], [B, A, d_z]
+                spread = propagated_spread(ended, pi, sigma_next, args.gamma)  # y(z) = y + <spread, z>
             else:
                 q_next = target_critic.sample(s_next, z)  # [N, B, A]
             y = robust_target(r, ended, pi, log_pi, q_next, args.alpha, args.gamma)  # [B], or [N, B]
@@ -517,7 +517,7 @@ if __name__ == "__main__":
             q_loss = epinet_loss(mu, sigma_bar, a, y, c[batch], args.noise_scale, spread).mean()
         else:
             q = critic.sample(s, z)[:, torch.arange(len(a), device=device), a]  # [N, B]
-            noise = args.noise_scale * (z @ c[batch].T)  # sigma_bar <c, z>, [N, B]
+            noise = args.noise_scale * (z @ c[batch].T)  # <c, z>, scaled, [N, B]
             q_loss = (q - y - noise).square().mean()
         q_optimizer.zero_grad()
         q_loss.backward()
@@ -542,7 +542,7 @@ if __name__ == "__main__":
         if update % args.eval_interval == 0 or update == args.total_updates:
             with torch.no_grad():
                 if star:
-                    mu, sigma_bar = critic(s)  # [B, A], [B, A, d_z]
+                    mu, sigma_bar = critic(s, sigma_p)  # [B, A], [B, A, d_z]
                     std = sigma_bar.norm(dim=-1)  # over z, [B, A]
                 else:
                     q = critic.sample(s, z)  # [N, B, A]
@@ -559,7 +559,7 @@ if __name__ == "__main__":
                     "charts/std_other_actions": std[~taken].mean(),
                 }
             row = {"update": update} | {name: value.item() for name, value in row.items()}
-            row["charts/updates_per_second"] = (update - start) / (time.time() - started)
+            row["charts/updates_per_second"] = (update - last_update) / (time.time() - last_time)
             if not math.isfinite(row["losses/critic_loss"] + row["losses/actor_loss"]):
                 sys.exit(f"update {update}: the loss is not finite; try a smaller --q-lr.")
             episodes = math.ceil(args.eval_episodes / 10) if env else 0
@@ -575,13 +575,13 @@ if __name__ == "__main__":
             checkpoint.update(obs_mean=obs_mean, obs_std=obs_std)
             torch.save(checkpoint, f"{folder}/checkpoint.tmp")
             os.replace(f"{folder}/checkpoint.tmp", f"{folder}/checkpoint.pt")  # never half a file
-            start, started = update, time.time()  # evaluations do not count
+            last_update, last_time = update, time.time()  # evaluations do not count
             bar.set_postfix_str(f"critic={q_loss:.3g}, return={row['eval/return']:.1f}")
 
     # ----- final evaluation: the last policy, greedy, on fresh episodes
     if env and args.capture_video:
         env = gym.wrappers.RecordVideo(env, f"{folder}/video")
-    first_seed = 10**6 * (args.seed + 1) + 10**5
+    first_seed = 10**6 * (args.seed + 1) + 10**5  # apart from those on the way
     scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
     if env:
         env.close()

@@ -82,7 +82,8 @@ class Args:
 # ===== The data: two Markov decision processes, a risk-sensitive behaviour policy, what it collects
 def machine_replacement():
     """10 levels of wear. Action 0 runs the machine, 1 replaces it. P and R, both [S, A, S]."""
-    P, R = np.zeros((2, 10, 2, 10))
+    P = np.zeros((10, 2, 10))
+    R = np.zeros((10, 2, 10))
     for s in range(10):
         P[s, 0, s] = 0.5
         R[s, 0, s] = -5.0 * (s + 1)  # wear costs 5 per level while the machine stays on it
@@ -96,8 +97,10 @@ def machine_replacement():
 
 
 def riverswim():
-    """20 states along a river. Action 0 drifts left, 1 swims right. P and R, both [S, A, S]."""
-    P, R = np.zeros((2, 20, 2, 20))
+    """20 states along a river. Action 0 drifts left, 1 swims right; numbers as in the authors' code.
+    P and R, both [S, A, S]."""
+    P = np.zeros((20, 2, 20))
+    R = np.zeros((20, 2, 20))
     for s in range(20):
         P[s, 0, max(s - 1, 0)] = 1.0
         R[s, 0, max(s - 1, 0)] = 5.0
@@ -240,7 +243,7 @@ if __name__ == "__main__":
     resamples, visits = torch.tensor(resamples).double(), torch.tensor(visits)
     n = resamples.sum(-1)  # [N, S, A]: how often table i sees (s, a)
     p_hat = resamples / n.clamp(min=1)[..., None]  # [N, S, A, S]: table i's estimate of P
-    critic_step = 1 - (1 - args.q_lr) ** n  # n steps towards the mean target
+    critic_step = 1 - (1 - args.q_lr) ** n  # n steps towards one target; 0 without data
     seen = visits.sum(-1) > 0  # [S, A]
     state_weight = visits.sum((-1, -2)) / size  # [S]: a state's share of the data
     reward = torch.tensor(R)  # [S, A, S]
@@ -297,8 +300,8 @@ if __name__ == "__main__":
             save_code=True,
         )
 
-    # ----- training: Algorithms 2 and 3
-    start, started, rows = 0, time.time(), []
+    # ----- training: Algorithm 1 with the sets of 2 and 3
+    last_update, last_time, rows = 0, time.time(), []
     bar = tqdm(range(1, args.total_updates + 1), method, unit="update", mininterval=1)
     for update in bar:
         # compute target: the worst case over the target tables' set, or every table its own
@@ -309,7 +312,7 @@ if __name__ == "__main__":
                 q_next = worst_case(q_target, pi)  # q*, [S, A]
             else:
                 q_next = q_target.reshape(N, 1, 1, S, A)  # for every (s, a) the same
-            # of all (s, a, s_next), [S, A, S], or [N, S, A, S]; pi and q_next are those at s_next
+            # one y for every (s, a, s_next), [S, A, S] or [N, S, A, S]; V(s_next) is the last axis
             y = robust_target(reward, 0.0, pi, log_pi, q_next, args.alpha, args.gamma)
 
             # critic update: every table steps towards the mean target of its own transitions
@@ -344,7 +347,7 @@ if __name__ == "__main__":
                 }
                 policy = logits.softmax(-1).numpy()  # [S, A]
             row = {"update": update} | {name: value.item() for name, value in row.items()}
-            row["charts/updates_per_second"] = (update - start) / (time.time() - started)
+            row["charts/updates_per_second"] = (update - last_update) / (time.time() - last_time)
             v = policy_value(P, R, greedy(policy), args.gamma)  # [S]
             row["eval/normalized_return"] = 100 * (v - v_random).mean() / scale.mean()
             row["eval/normalized_return_state1"] = 100 * (v - v_random)[0] / scale[0]
@@ -353,7 +356,7 @@ if __name__ == "__main__":
             np.savetxt(f"{folder}/metrics.csv", table, "%.10g", ",", header=",".join(row), comments="")
             if args.track:
                 wandb.log(row, step=update)
-            start, started = update, time.time()  # evaluations do not count
+            last_update, last_time = update, time.time()  # evaluations do not count
             bar.set_postfix_str(f"normalized_return={row['eval/normalized_return']:.1f}")
 
     # ----- the last policy, greedy: its exact return from every state, as evaluated above
