@@ -1,10 +1,9 @@
 # docs: docs/gen_expectile_data.md
 """Offline data from policies that seek or avoid risk: Algorithm 5, dynamic expectile risk policies.
 
-The critic values an action by the tau-expectile of what may follow it; the loop that trains actor
-and critic on such targets is PPO with traces, from a risk-neutral start. The policy then collects
-exactly dataset_size transitions with epsilon-random actions. For LunarLander and CartPole trained
-policies are in docs/policies, so that a risk-averse data set takes seconds:
+The critic values an action by the tau-expectile of what may follow; the policy then collects data
+with epsilon-random actions. Where the paper's box takes a TD and a gradient step per transition, the
+training here is PPO with traces, from a risk-neutral start. Trained policies are in docs/policies:
 
     python gen_expectile_data.py --env-id LunarLander-v3 --expectile-tau 0.9 --dataset-size 10000
 """
@@ -17,6 +16,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 from unittest import mock
 
@@ -33,8 +33,6 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__).removesuffix(".py")
-    """name of this experiment, part of the run folder's name"""
     seed: int = 1
     """seed of the training"""
     output_dir: str = "runs"
@@ -86,58 +84,28 @@ class Args:
 
 # CartPole has other defaults
 CARTPOLE = {"start_steps": 100_000, "finish_steps": 160_000, "reward_scale": 0.005, "advantage_floor": 0.1}
+METRICS = ("env_steps", "charts/episode_return", "losses/critic_loss", "losses/actor_loss", "charts/policy_entropy")
 # the arguments that make a policy what it is
 TRAINING = ("seed", "estimator", "num_resamples", *CARTPOLE, "policy_lr", "gamma", "epsilon")
-
-
-# ===== States of the simulator, for the resample estimator
-def get_state(env):
-    """What set_state needs to bring a copy of the environment here; None where that is unfaithful."""
-    e = env.unwrapped
-    if type(e).__module__.startswith("gymnasium.envs.classic_control"):
-        return np.array(e.state)
-    # Box2D hides the impulses of a contact: a lander can be restored in flight only
-    if not hasattr(e, "lander") or any(leg.ground_contact for leg in e.legs):
-        return None
-    bodies = [(tuple(body.position), body.angle) for body in (e.lander, *e.legs)]
-    speeds = [(tuple(body.linearVelocity), body.angularVelocity) for body in (e.lander, *e.legs)]
-    return bodies, speeds, e.prev_shaping
-
-
-def set_state(env, state):
-    """Go to a state of get_state. LunarLander: from an episode of the same seed, for its ground."""
-    e = env.unwrapped
-    if not hasattr(e, "lander"):
-        e.state = state.copy()
-        e.steps_beyond_terminated = None  # CartPole counts those
-        return
-    *bodies, e.prev_shaping = state
-    e.game_over = False
-    for body, place, (velocity, spin) in zip((e.lander, *e.legs), *bodies):
-        body.transform = place
-        body.linearVelocity = velocity
-        body.angularVelocity = spin
-        body.awake = True
-        body.ground_contact = False
 
 
 # ===== Actor and critic
 def network(obs_dim, out_dim, head_gain, hidden_dim=128):
     """Two hidden layers. An actor has A outputs, its logits; a critic 1 + A, see action_values."""
-    first, second = nn.Linear(obs_dim, hidden_dim), nn.Linear(hidden_dim, hidden_dim)
-    last = nn.Linear(hidden_dim, out_dim)
-    for layer, gain in ((first, math.sqrt(2)), (second, math.sqrt(2)), (last, head_gain)):
+    layers = [nn.Linear(obs_dim, hidden_dim), nn.Linear(hidden_dim, hidden_dim), nn.Linear(hidden_dim, out_dim)]
+    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), head_gain)):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
 def action_values(critic, obs, tau):
     """A common value plus each action's own difference, 0 at first: an action that is rarely seen
     neither lags behind nor stands out by chance, which an expectile would take for risk. The neutral
-    start (tau None) has one value for all actions. [..., 1 or A]"""
+    start (tau None) has the common value alone. [..., A]"""
     out = critic(obs)  # [..., 1 + A]
-    return out[..., :1] if tau is None else out[..., :1] + out[..., 1:]
+    common, difference = out[..., :1], out[..., 1:]
+    return common.expand_as(difference) if tau is None else common + difference
 
 
 # ===== The expectile target
@@ -163,12 +131,23 @@ def risk_weights(values, probs, tau):
     return e, rho / (probs * rho).sum(-1, keepdims=True)
 
 
-def traces(delta, decay, done):
-    """G_t = delta_t + decay_t G_t+1, cut at the end of an episode and of the rollout. All [T, E]"""
-    G = delta.copy()
-    for t in reversed(range(len(G) - 1)):
-        G[t] += np.where(done[t], 0.0, decay[t] * G[t + 1])
-    return G
+def resample(env, roll, states, num_resamples, epsilon, rng):
+    """N_s outcomes for every (s, a) of a rollout, [T, E, N_s, ...]: first the one that happened, then
+    others from the same state and action, with new noise and the environment's own randomness."""
+    names = ("next_obs", "reward", "terminated")
+    outcomes = [np.repeat(roll[name][:, :, None], num_resamples, 2) for name in names]
+    env.reset()
+    simulator = env.unwrapped
+    simulator.np_random = rng
+    for e, t, n in np.ndindex(*roll["reward"].T.shape, num_resamples - 1):
+        simulator.state = states[t][e].copy()
+        simulator.steps_beyond_terminated = None  # CartPole counts those
+        b = int(roll["chosen"][t, e])
+        if rng.random() < epsilon:
+            b = int(rng.integers(env.action_space.n))
+        for outcome, value in zip(outcomes, simulator.step(b)):
+            outcome[t, e, n + 1] = value
+    return outcomes
 
 
 @torch.no_grad()
@@ -180,197 +159,153 @@ def targets_and_advantages(roll, outcomes, actor, critic, tau, args):
         obs = torch.from_numpy(obs).float()
         w = action_values(critic, obs, tau).double().numpy()
         pi = actor(obs).double().softmax(-1).numpy()
-        A = w.shape[-1]
-        q, rho = w, None
-        if outcomes is None:  # p[a, b]: a is chosen, b executed
+        A = pi.shape[-1]
+        q, rho = w, np.ones((*w.shape, A))
+        if outcomes is None and tau is not None:  # p[a, b]: a is chosen, b executed
             p = (1 - args.epsilon) * np.eye(A) + args.epsilon / A
-            q, rho = risk_weights(w[..., None, :], p, tau or 0.5)
+            q, rho = risk_weights(w[..., None, :], p, tau)
         return w, q, rho, (pi * q).sum(-1)
 
     w, q, rho, v = values(roll["obs"])
-    t, i = np.indices(v.shape)  # step and environment
-    a = roll["chosen"].clip(max=w.shape[-1] - 1)  # the neutral start has one column for all actions
-    b = roll["executed"].clip(max=w.shape[-1] - 1)
-    done = roll["terminated"] | roll["truncated"]
+    step, env = np.indices(v.shape)
+    a, b = roll["chosen"], roll["executed"]
+    q = q[step, env, a]
     # what happened, [T, E], or the resampled outcomes, [T, E, N_s]
     next_obs, reward, terminated = outcomes or (roll["next_obs"], roll["reward"], roll["terminated"])
-    v_next = values(next_obs)[-1]
     # bootstrapping stops at terminations, never at truncations
-    z = args.reward_scale * reward + np.where(terminated, 0.0, args.gamma * v_next)
-    decay = 0.97 * args.gamma
+    y = args.reward_scale * reward + np.where(terminated, 0.0, args.gamma * values(next_obs)[-1])
     if outcomes:  # resample: the critic scores chosen actions, by the expectile over the outcomes
-        y, rho = risk_weights(z, 1 / z.shape[-1], tau)
-        happened = np.minimum(rho[..., 0], 1)  # the first outcome is the one that happened
-        G = traces(y - q[t, i, a], decay * happened, done)
-        return q[t, i, a] + G, q[t, i, a] - v + G
-    # action-noise: the critic scores executed actions by their mean, the expectile is over them
-    rho = rho[t, i, a, b]
-    following = np.minimum(np.roll(rho, -1, 0), 1)  # rho of the next step
-    G = traces(z - w[t, i, b], decay * following, done)
-    return w[t, i, b] + G, q[t, i, a] - v + rho * G
+        y, rho = risk_weights(y, 1 / y.shape[-1], tau)
+        scored = q
+        weight = 1.0
+        cut = rho[..., 0]  # the first outcome is the one that happened
+    else:  # action-noise: the critic scores executed actions by their mean, the expectile is over them
+        scored = w[step, env, b]
+        weight = rho[step, env, a, b]
+        cut = np.roll(weight, -1, 0)  # of the next step
+    # traces G_t = delta_t + decay_t G_t+1, cut at the end of an episode and of the rollout
+    G = y - scored  # delta
+    decay = 0.97 * args.gamma * np.minimum(cut, 1)
+    decay[roll["terminated"] | roll["truncated"]] = 0.0
+    for t in reversed(range(len(G) - 1)):
+        G[t] += decay[t] * G[t + 1]
+    return scored + G, q - v + weight * G
 
 
-# ===== Policy training
-def rollouts(env_id, actor, epsilon, generator, keep_states):
-    """Without end: 256 steps of 16 environments as arrays [T, E, ...]. The actor chooses; with
-    probability epsilon a random action is executed. Also (return, length) of ended episodes."""
-    disabled = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
-    envs = gym.make_vec(env_id, 16, "sync", disabled, disable_env_checker=True)
+# ===== Algorithm 5 up to the collection, in rollouts of 256 steps of 16 environments
+def train(tau, start, env, folder, args):
+    """Train the policy of a tau, or (tau None) the neutral start of all. metrics.csv goes into the
+    folder, and policy.pt unless the policy is below the floor."""
+    name = os.path.basename(folder)
+    num_rollouts = math.ceil((args.start_steps if tau is None else args.finish_steps) / 4096)
+    print(f"{name}: {num_rollouts} rollouts of 4096 steps, about a minute per 50; into {folder}", flush=True)
+    os.makedirs(folder, exist_ok=True)
+
+    # initialise the policy and the value function
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    D, A = env.observation_space.shape[0], int(env.action_space.n)
+    actor, critic = network(D, A, 0.01), network(D, 1 + A, 1.0)
+    critic[-1].weight.data[1:] = 0.0  # see action_values
+    epsilon, lr, entropy_coef = 0.0, args.policy_lr, 0.01
+    if tau is not None:
+        epsilon, lr, entropy_coef = args.epsilon, 0.5 * args.policy_lr, 0.005
+        actor.load_state_dict(start["actor"])
+        critic.load_state_dict(start["critic"])
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr, eps=1e-5)
+
+    by_hand = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
+    envs = gym.make_vec(args.env_id, 16, "sync", by_hand, disable_env_checker=True)
     seeds = torch.randint(2**31, (16,), generator=generator).numpy()
     obs, _ = envs.reset(seed=seeds.tolist())  # [E, D]
-    returns, lengths = np.zeros(16), np.zeros(16)
-    names = ("obs", "chosen", "executed", "next_obs", "reward", "terminated", "truncated", "seeds")
-    while True:
-        steps, states, finished = [], [], []
+    returns = np.zeros(16)
+    recent, rows = [], []  # returns of training episodes, metrics
+    resampling = tau is not None and args.estimator == "resample"
+    columns = ("obs", "chosen", "executed", "next_obs", "reward", "terminated", "truncated")
+    bar = tqdm(range(num_rollouts), name, unit="rollout", mininterval=1)
+    for rollout in bar:
+        # sample transitions by executing the current policy, or with probability epsilon a random action
+        steps, states = [], []
         for _ in range(256):
             pi = actor(torch.from_numpy(obs).float()).detach().softmax(-1)  # [E, A]
             chosen = torch.multinomial(pi, 1, generator=generator)[:, 0]  # [E]
-            random = torch.randint(pi.shape[-1], chosen.shape, generator=generator)
-            noisy = torch.rand(chosen.shape, generator=generator) < epsilon
+            random = torch.randint(A, (16,), generator=generator)
+            noisy = torch.rand(16, generator=generator) < epsilon
             executed = torch.where(noisy, random, chosen).numpy()
-            if keep_states:
-                states.append([get_state(env) for env in envs.envs])
+            if resampling:
+                states.append([np.array(one.unwrapped.state) for one in envs.envs])
             *result, _ = envs.step(executed)
-            steps.append((obs, chosen.numpy(), executed, *result, seeds.copy()))
+            steps.append((obs, chosen.numpy(), executed, *result))
             obs, reward, terminated, truncated = result
-            returns, lengths = returns + reward, lengths + 1
+            returns += reward
             done = terminated | truncated
             if done.any():
-                finished += zip(returns[done], lengths[done])
-                returns[done] = lengths[done] = 0
+                recent += returns[done].tolist()
+                returns[done] = 0.0
                 seeds[done] = torch.randint(2**31, (done.sum(),), generator=generator)
                 obs, _ = envs.reset(seed=seeds.tolist(), options={"reset_mask": done})
-        roll = {name: np.stack(values) for name, values in zip(names, zip(*steps))}
-        yield roll | {"states": states}, finished
-
-
-def resample(env, roll, num_resamples, epsilon, rng):
-    """N_s outcomes for every (s, a) of a rollout, [T, E, N_s, ...]: the one that happened, and others
-    drawn with the noise and the environment's own randomness. Where the state cannot be restored,
-    the first stands for all."""
-    columns = (roll["next_obs"], roll["reward"], roll["terminated"])
-    next_obs, reward, terminated = (np.repeat(x[:, :, None], num_resamples, 2) for x in columns)
-    for e, t in np.ndindex(roll["reward"].T.shape):
-        seed, state = roll["seeds"][t, e], roll["states"][t][e]
-        if t == 0 or seed != roll["seeds"][t - 1, e]:
-            env.reset(seed=int(seed))
-            env.unwrapped.np_random = rng
-        for n in range(1, num_resamples if state is not None else 1):
-            set_state(env, state)
-            b = int(roll["chosen"][t, e])
-            if rng.random() < epsilon:
-                b = int(rng.integers(env.action_space.n))
-            next_obs[t, e, n], reward[t, e, n], terminated[t, e, n], *_ = env.unwrapped.step(b)
-    return next_obs, reward, terminated
-
-
-def update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator, args):
-    """Four passes over a rollout: least squares for the critic, PPO's clipped steps for the actor.
-    Every pass has new targets: risk cuts the traces short, so the critic needs the sweeps."""
-    obs = torch.from_numpy(roll["obs"]).flatten(0, 1).float()  # [B, D]
-    chosen = torch.from_numpy(roll["chosen"]).flatten()[:, None]  # [B, 1]
-    executed = torch.from_numpy(roll["executed"]).flatten()[:, None]
-    scored = chosen if outcomes else executed  # what the critic gives a value to
-    if tau is None:
-        scored = torch.zeros_like(chosen)
-    entropy_coef = 0.01 if tau is None else 0.005
-    old_log_pi = actor(obs).detach().log_softmax(-1).gather(-1, chosen)[:, 0]  # [B]
-    sums = []
-    for _ in range(4):
-        both = targets_and_advantages(roll, outcomes, actor, critic, tau, args)
-        y, advantage = (torch.from_numpy(x).float().flatten() for x in both)  # [B]
-        for i in torch.randperm(len(obs), generator=generator).split(512):
-            log_pi = actor(obs[i]).log_softmax(-1)  # [M, A]
-            log_ratio = log_pi.gather(-1, chosen[i])[:, 0] - old_log_pi[i]  # [M]
-            ratio = log_ratio.exp()
-            std = advantage[i].std(correction=0)
-            scale = std.clamp(min=args.advantage_floor) if args.advantage_floor else std + 1e-8
-            adv = (advantage[i] - advantage[i].mean()) / scale  # [M]
-            actor_loss = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv).mean()
-            policy_entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
-            value = action_values(critic, obs[i], tau).gather(-1, scored[i])[:, 0]  # [M]
-            critic_loss = (value - y[i]).square().mean()
-            loss = 0.5 * critic_loss + train_actor * (actor_loss - entropy_coef * policy_entropy)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
-            optimizer.step()
-            kl = (ratio - 1 - log_ratio).mean()
-            sums.append([x.item() for x in (critic_loss, actor_loss, policy_entropy, kl)])
-    names = ("losses/critic_loss", "losses/actor_loss", "charts/policy_entropy", "charts/approx_kl")
-    return dict(zip(names, np.mean(sums, 0).tolist()))
-
-
-def train(tau, start, env, folder, args):
-    """Algorithm 5 up to the collection: the neutral start (tau None), or from it on the policy of a
-    tau. metrics.csv goes into the folder, and the policy unless it is below the floor."""
-    name = os.path.basename(folder)
-    steps = args.start_steps if tau is None else args.finish_steps
-    print(f"{name}: {steps:,} environment steps, about a minute per 200,000; into {folder}", flush=True)
-    os.makedirs(folder, exist_ok=True)
-    torch.manual_seed(args.seed)
-    D, A = env.observation_space.shape[0], int(env.action_space.n)
-    actor, critic = network(D, A, 0.01), network(D, 1 + A, 1.0)
-    critic[-1].weight.data[1:] = 0.0
-    epsilon, lr = 0.0, args.policy_lr
-    if tau is not None:
-        epsilon, lr = args.epsilon, 0.5 * args.policy_lr
-        actor.load_state_dict(start["actor"])
-        critic.load_state_dict(start["critic"])
-    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr, eps=1e-5)
-    generator = torch.Generator().manual_seed(args.seed)
-    resampling = tau is not None and args.estimator == "resample"
-    sampled = rollouts(args.env_id, actor, epsilon, generator, resampling)
-    outcomes = None
-    rows = []
-    recent = []  # (return, length) of the last 100 episodes
-    num_rollouts = math.ceil(steps / (256 * 16))
-    bar = tqdm(range(num_rollouts), name, unit="rollout", mininterval=1)
-    for i in bar:
-        # sample transitions by executing the current policy, and the N_s outcomes if asked for
-        started = time.time()
-        roll, finished = next(sampled)
+        roll = {column: np.stack(values) for column, values in zip(columns, zip(*steps))}  # [T, E, ...]
+        outcomes = None  # for the resample estimator: N_s next states of every (s, a)
         if resampling:
-            rng = np.random.default_rng([args.seed, 3, i])
-            outcomes = resample(env, roll, args.num_resamples, epsilon, rng)
+            rng = np.random.default_rng([args.seed, 3, rollout])
+            outcomes = resample(env, roll, states, args.num_resamples, epsilon, rng)
 
-        # compute the expectile targets, update value function and policy
-        optimizer.param_groups[0]["lr"] = lr * (1 - i / num_rollouts)
-        train_actor = tau is None or i >= 8  # a new tau trains its critic first
-        losses = update(roll, outcomes, actor, critic, optimizer, tau, train_actor, generator, args)
+        s = torch.from_numpy(roll["obs"]).flatten(0, 1).float()  # [B, D]
+        a, b = (torch.from_numpy(roll[x]).reshape(-1, 1) for x in ("chosen", "executed"))  # [B, 1]
+        scored = a if resampling else b  # what the critic gives a value to
+        old_log_pi = actor(s).detach().log_softmax(-1).gather(-1, a)  # [B, 1]
+        train_actor = tau is None or rollout >= 8  # a new tau trains its critic first
+        optimizer.param_groups[0]["lr"] = lr * (1 - rollout / num_rollouts)
+        losses = []
+        for _ in range(4):
+            # compute the expectile target, anew in every pass: risk cuts the traces short
+            both = targets_and_advantages(roll, outcomes, actor, critic, tau, args)
+            y, advantage = (torch.from_numpy(x).float().reshape(-1, 1) for x in both)  # [B, 1]
+            for i in torch.randperm(len(s), generator=generator).split(512):
+                # update the value function
+                q = action_values(critic, s[i], tau).gather(-1, scored[i])  # [M, 1]
+                critic_loss = (q - y[i]).square().mean()
+
+                # update the policy: PPO's clipped steps
+                log_pi = actor(s[i]).log_softmax(-1)  # [M, A]
+                ratio = (log_pi.gather(-1, a[i]) - old_log_pi[i]).exp()  # [M, 1]
+                spread = advantage[i].std(correction=0)
+                spread = spread.clamp(min=args.advantage_floor) if args.advantage_floor else spread + 1e-8
+                adv = (advantage[i] - advantage[i].mean()) / spread  # [M, 1]
+                actor_loss = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv).mean()
+                entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
+                loss = 0.5 * critic_loss + train_actor * (actor_loss - entropy_coef * entropy)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+                losses.append([critic_loss.item(), actor_loss.item(), entropy.item()])
 
         # log
-        recent = (recent + finished)[-100:]
-        episode_return, length = np.mean(recent, 0) if recent else (math.nan, math.nan)
-        row = {
-            "env_steps": (i + 1) * 256 * 16,
-            "charts/episode_return": episode_return,
-            "charts/episode_length": length,
-            **losses,
-            "charts/steps_per_second": 256 * 16 / (time.time() - started),
-        }
-        rows.append(list(row.values()))
-        np.savetxt(f"{folder}/metrics.csv", rows, "%.10g", ",", header=",".join(row), comments="")
-        bar.set_postfix_str(f"return={episode_return:.1f}, length={length:.0f}", refresh=False)
+        episode_return = np.mean(recent[-100:]) if recent else math.nan
+        rows.append([4096 * (rollout + 1), episode_return, *np.mean(losses, 0)])
+        np.savetxt(f"{folder}/metrics.csv", rows, "%.10g", ",", header=",".join(METRICS), comments="")
+        bar.set_postfix_str(f"return={episode_return:.1f}", refresh=False)
 
-    low = episode_returns(env, None, args.eval_episodes, [args.seed, 1]).mean().item()
-    score = episode_returns(env, actor, args.eval_episodes, [args.seed, 4, i]).mean().item()
-    floors = (args.floor, env.spec.reward_threshold, low)
+    # keep the policy if it is good enough
+    random_return = mean_return(env, None, args.eval_episodes, [args.seed, 1])
+    score = mean_return(env, actor, args.eval_episodes, [args.seed, 4, rollout])
+    floors = (args.floor, env.spec.reward_threshold, random_return)
     floor = next(x for x in floors if x is not None)
     print(f"{name}: greedy return {score:.1f}, the floor is {floor:g}")
     if score < floor:
         why = "below the floor, not kept; a lower --floor, another --seed or more steps may help"
         sys.exit(f"{name}: {why}, or data of your own (docs/gen_expectile_data.md).")
     policy = {
-        "args": {name: getattr(args, name) for name in TRAINING},
+        "args": {flag: getattr(args, flag) for flag in TRAINING},
         "actor": actor.state_dict(),
         "critic": critic.state_dict(),
-        "random_return": low,
+        "random_return": random_return,
         "greedy_return": score,
     }
     torch.save(policy, f"{folder}/policy.tmp")
     os.replace(f"{folder}/policy.tmp", f"{folder}/policy.pt")
-    return policy
 
 
 # ===== Collection
@@ -388,62 +323,51 @@ def dataset_name(args):
     return f"{name}-{size}{draw}-v0"
 
 
-def take_turns(early_fraction, switch_prob, rng):
-    """Step by step, does the early policy act? Drawn with its share, again with switch_prob."""
-    while True:
-        early = rng.random() < early_fraction
-        yield early
-        while rng.random() >= switch_prob:
-            yield early
-
-
 @torch.no_grad()
-def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None, early=None, turns=None):
-    """An episode of the actor, or of the random policy if it is None; where turns says so the early
-    actor acts. The stored action is the executed one. Cut off after limit steps, it is truncated."""
+def play_episode(env, actor, rng, epsilon=0.0, greedy=False, limit=None, turns=None):
+    """An episode of the actor, or of the random policy if it is None. Where it takes turns with an
+    early actor, who acts is drawn at first and, with switch_prob, at every step."""
+    early_actor, early_fraction, switch_prob = turns or (None, 0.0, 0.0)
     seed = int(rng.integers(2**31))
     observations = [env.reset(seed=seed)[0]]
-    steps, by_early = [], []
+    steps, early = [], []
+    acting = actor
     done = False
     while not done:
-        by_early.append(turns is not None and next(turns))
-        acting = early if by_early[-1] else actor
+        if turns and (not steps or rng.random() < switch_prob):
+            acting = early_actor if rng.random() < early_fraction else actor
         action = int(rng.integers(env.action_space.n))
         if acting is not None and rng.random() >= epsilon:
             logits = acting(torch.from_numpy(observations[-1]).float())  # [A]
             pi = logits.double().softmax(-1).numpy()
-            if greedy:
-                action = int(pi.argmax())
-            else:
-                action = int(min(np.searchsorted(pi.cumsum(), rng.random()), len(pi) - 1))
+            action = int(pi.argmax() if greedy else rng.choice(len(pi), p=pi))
         obs, reward, terminated, truncated, _ = env.step(action)
         truncated = truncated or (len(steps) + 1 == limit and not terminated)
         observations.append(obs)
         steps.append((action, float(reward), bool(terminated), bool(truncated)))
+        early.append(acting is early_actor)
         done = terminated or truncated
     names = ("actions", "rewards", "terminations", "truncations")
     episode = dict(zip(names, map(np.array, zip(*steps))))  # [T]
-    episode["infos"] = {"early": np.array(by_early)} if turns is not None else None
-    return episode | {"seed": seed, "observations": np.array(observations)}  # [T + 1, D]
+    episode["observations"] = np.array(observations)  # [T + 1, D]
+    episode["infos"] = {"early": np.array(early)} if turns else None
+    return episode | {"seed": seed}
 
 
-def episode_returns(env, actor, episodes, seed):
-    """Undiscounted returns of greedy episodes, or of random ones if the actor is None. [episodes]"""
+def mean_return(env, actor, episodes, seed):
+    """Mean return of greedy episodes, or of random ones if the actor is None."""
     rng = np.random.default_rng(seed)
     played = [play_episode(env, actor, rng, greedy=True) for _ in range(episodes)]
-    return np.array([episode["rewards"].sum() for episode in played])
+    return float(np.mean([episode["rewards"].sum() for episode in played]))
 
 
-def collect_episodes(env, actor, size, args, early=None):
-    """Episodes with size transitions in all; a smaller data set is the beginning of a larger one.
-    With an early actor the two take turns inside the episodes."""
+def collect_episodes(env, actor, size, args, turns=None):
+    """Episodes with size transitions in all; a smaller data set is the beginning of a larger one."""
     rng = np.random.default_rng([args.dataset_seed, 0])
     episodes = []
     bar = tqdm(total=size, desc="collection", unit="step", mininterval=1)
     while bar.n < size:
-        turns = take_turns(args.early_fraction, args.switch_prob, rng) if early else None
-        limit = size - bar.n
-        episodes.append(play_episode(env, actor, rng, args.epsilon, False, limit, early, turns))
+        episodes.append(play_episode(env, actor, rng, args.epsilon, False, size - bar.n, turns))
         bar.update(len(episodes[-1]["actions"]))
     return episodes
 
@@ -453,30 +377,15 @@ def store_dataset(dataset_id, episodes, env, **metadata):
     buffers = [EpisodeBuffer(id=i, **episode) for i, episode in enumerate(episodes)]
     path = get_dataset_path(dataset_id)
     with tempfile.TemporaryDirectory(prefix=".ersac-", dir=get_dataset_path()) as hidden:
-        size = sum(20_000 + 2 * episode["observations"].nbytes for episode in episodes)
-        with open(f"{hidden}/room", "wb") as f:  # is there room? HDF5 crashes where a disk is full
-            f.write(bytes(size))
-        os.remove(f"{hidden}/room")
+        room = Path(hidden, "room")  # HDF5 crashes where a disk is full
+        room.write_bytes(bytes(sum(20_000 + 2 * episode["observations"].nbytes for episode in episodes)))
+        room.unlink()
         with mock.patch.dict(os.environ, MINARI_DATASETS_PATH=hidden):
-            with warnings.catch_warnings(action="ignore"):
-                minari.create_dataset_from_buffers(dataset_id, buffers, env=env, **metadata)
-        os.makedirs(path.parent, exist_ok=True)
+            minari.create_dataset_from_buffers(dataset_id, buffers, env=env, **metadata)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             os.rename(path, f"{hidden}/replaced")
         os.rename(f"{hidden}/{dataset_id}", path)
-
-
-def load_policy(folder, training):
-    """The policy in this folder, which must have been trained with these arguments."""
-    path = f"{folder}/policy.pt"
-    try:
-        policy = torch.load(path, weights_only=True)
-        other = [name for name in training if policy["args"][name] != training[name]]
-    except Exception as error:
-        sys.exit(f"{path}: no policy can be read there ({type(error).__name__}).")
-    if other:
-        sys.exit(f"{path}: trained with another {' and '.join(other)}; use --retrain.")
-    return policy
 
 
 def main(args, defaults):
@@ -484,60 +393,61 @@ def main(args, defaults):
     ranges = {"expectile_tau": (0.001, 0.999), "gamma": (0, 0.9999), "floor": (-(10**9), 10**9)}
     ranges = ranges | dict.fromkeys(("epsilon", "early_fraction", "switch_prob", "policy_lr"), (0, 1))
     for name, value in asdict(args).items():
-        least = 1 if type(value) is int and "seed" not in name else 0
-        low, high = ranges.get(name, (least, 10**9))
+        flag = f"--{name.replace('_', '-')} {value}"
+        low, high = ranges.get(name, (1 if type(value) is int and "seed" not in name else 0, 10**9))
         if type(value) in (int, float) and not low <= value <= high:
-            sys.exit(f"--{name.replace('_', '-')} {value}: it must lie in [{low}, {high}].")
+            sys.exit(f"{flag}: it must lie in [{low}, {high}].")
+        other = name in TRAINING and name != "epsilon" and value != getattr(defaults, name)
+        if other and args.dataset_id is None:
+            sys.exit(f"{flag} makes other policies: give their data a --dataset-id of their own.")
     if args.switch_prob > 0 and not 0 < args.early_fraction < 1:
         sys.exit("--switch-prob: it takes two to take turns; --early-fraction must be between 0 and 1.")
-    env = gym.make(args.env_id, disable_env_checker=True)
-    env.reset(seed=0)
-    space, actions = env.observation_space, env.action_space
-    vectors = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    if not vectors or not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        sys.exit(f"--env-id {args.env_id}: vectors and Discrete actions from 0 on, not {space}, {actions}.")
-    if args.estimator == "resample" and get_state(env) is None:
-        sys.exit(f"--estimator resample: states of {args.env_id} cannot be restored; use action-noise.")
-    training = {name: getattr(args, name) for name in TRAINING}
-    for name in TRAINING:
-        if name != "epsilon" and training[name] != getattr(defaults, name) and args.dataset_id is None:
-            flag = f"--{name.replace('_', '-')} {training[name]}"
-            sys.exit(f"{flag} makes other policies: give their data a --dataset-id of their own.")
     dataset_id = dataset_name(args) if args.dataset_id is None else args.dataset_id
-    if not re.fullmatch(r"\w[-\w/]*-v\d+", dataset_id):
+    if not re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id):
         sys.exit(f"{dataset_id}: no name for a data set; choose a --dataset-id such as my/data-v0.")
     if get_dataset_path(dataset_id).exists() and not args.overwrite:
         print(f"{dataset_id} exists and is left alone; --overwrite replaces it.")
         return
     tempfile.TemporaryFile(dir=get_dataset_path()).close()  # can it be written?
+    env = gym.make(args.env_id, disable_env_checker=True)
+    space, actions = env.observation_space, env.action_space
+    vectors = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    if not vectors or not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        sys.exit(f"--env-id {args.env_id}: vectors and Discrete actions from 0 on, not {space}, {actions}.")
+    if args.estimator == "resample" and "classic_control" not in str(env.spec.entry_point):
+        sys.exit(f"--estimator resample: states of {args.env_id} cannot be restored; use action-noise.")
 
     # ----- policies: the neutral start of all taus, the reference, the behaviour policy
     torch.set_num_threads(1)  # the networks are too small to share
     env_name, level = re.match("ersac/(.*)/(tau[^-]*)-", dataset_name(args)).groups()
-    levels = {None: "start", 0.5: "tau50", args.expectile_tau: level}
-    early = None
-    if args.early_fraction > 0:
-        early = load_policy(os.path.join(args.policy_dir, "early", f"{env_name}-{level}"), {})
     home = args.policy_dir
     if args.retrain:
-        run = f"{os.path.basename(args.env_id)}__{os.path.basename(args.exp_name)}__{args.seed}"
-        home = os.path.join(args.output_dir, f"{run}__{int(1000 * time.time())}")
+        home = f"{args.output_dir}/{env_name}__gen_expectile_data__{args.seed}__{int(1000 * time.time())}"
+    folders = {None: f"{home}/{env_name}-start", 0.5: f"{home}/{env_name}-tau50"}
+    folders[args.expectile_tau] = f"{home}/{env_name}-{level}"
+    if args.early_fraction > 0:  # first, as it may be missing
+        folders = {"early": f"{args.policy_dir}/early/{env_name}-{level}"} | folders
     policies = {}
-    for tau, level in levels.items():
-        folder = os.path.join(home, f"{env_name}-{level}")
-        if os.path.exists(f"{folder}/policy.pt"):
-            policies[tau] = load_policy(folder, training)
-        else:
-            policies[tau] = train(tau, policies.get(None), env, folder, args)
+    for tau, folder in folders.items():
+        path = f"{folder}/policy.pt"
+        if tau != "early" and not os.path.exists(path):
+            train(tau, policies.get(None), env, folder, args)
+        try:
+            policies[tau] = torch.load(path, weights_only=True)
+            other = [name for name in TRAINING if policies[tau]["args"][name] != getattr(args, name)]
+        except Exception as error:
+            sys.exit(f"{path}: no policy can be read there ({type(error).__name__}).")
+        if other and tau != "early":
+            sys.exit(f"{path}: trained with another {' and '.join(other)}; use --retrain.")
 
     # ----- collection by the behaviour policy, and in a mixture by the one that was stopped early
     policy, reference = policies[args.expectile_tau], policies[0.5]
-    D, A = space.shape[0], int(actions.n)
-    actor, early_actor = network(D, A, 0.01), network(D, A, 0.01)
+    actor, early_actor = (network(space.shape[0], int(actions.n), 0.01) for _ in range(2))
     actor.load_state_dict(policy["actor"])
-    early_actor.load_state_dict((early or policy)["actor"])
+    early_actor.load_state_dict(policies.get("early", policy)["actor"])
     if args.switch_prob > 0:
-        episodes = collect_episodes(env, actor, args.dataset_size, args, early_actor)
+        turns = (early_actor, args.early_fraction, args.switch_prob)
+        episodes = collect_episodes(env, actor, args.dataset_size, args, turns)
     else:
         share = round(args.early_fraction * args.dataset_size)
         episodes = collect_episodes(env, actor, args.dataset_size - share, args)
@@ -546,18 +456,15 @@ def main(args, defaults):
     about = f"gen_expectile_data.py {' '.join(sys.argv[1:])}; its policy: {policy['args']}"
     store_dataset(dataset_id, episodes, env, description=about, **scores)
     mean = np.mean([episode["rewards"].sum() for episode in episodes])
-    count = f"{args.dataset_size} transitions, {len(episodes)} episodes"
-    print(f"{dataset_id}: {count}, mean return {mean:.1f}")
+    print(f"{dataset_id}: {args.dataset_size} transitions, {len(episodes)} episodes, mean return {mean:.1f}")
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", module="minari")  # about metadata that are not given
     cartpole = re.search("--env.id[ =]CartPole", " ".join(sys.argv))
     defaults = Args(**CARTPOLE) if cartpole else Args()
     try:
         main(tyro.cli(Args, default=defaults, description=__doc__), defaults)
-    except KeyboardInterrupt:
-        print("\nStopped; no data set was stored.", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:  # a full disk, say
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    except (Exception, KeyboardInterrupt) as error:  # a full disk or a Ctrl-C, say
+        why = " ".join(f"{type(error).__name__} {error}".split())[:300]
         sys.exit(f"{why} (line {error.__traceback__.tb_next.tb_lineno}); no data set was stored.")
