@@ -1,13 +1,15 @@
-"""What the tests share: scripts run inside the test process, what a run folder holds, and small data sets."""
+"""What the tests share: scripts run inside the test process, small environments and data sets, and the parts that the
+plain loops have in common. A plain loop is a script's algorithm written again in float64, without the script's code."""
 
 import csv
 import json
 import math
 import os
 import runpy
-import signal
 import sys
 import warnings
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,20 +19,21 @@ import numpy as np
 import pytest
 import torch
 from minari.data_collector import EpisodeBuffer
+from scipy.special import gammaincinv
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+# ===== Running a script and reading what it leaves
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """run("ersac_tabular", "--seed", 3) -> exit code, output, new run folders (in a temporary folder). A Ctrl-C inside
-    counts as a kill: code 130."""
+    """run("ersac_tabular", "--seed", 3) -> exit code, output, new run folders (in a temporary folder), global names.
+    A Ctrl-C inside counts as a kill: code 130."""
 
     def call(script, *arguments):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
         before = set(tmp_path.glob("runs/*"))
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         threads, code, names = torch.get_num_threads(), 0, {}
         torch.set_num_threads(1)
         capsys.readouterr()
@@ -44,8 +47,6 @@ def run(monkeypatch, capsys, tmp_path):
         except KeyboardInterrupt:
             code = 130
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(False)
         out, err = capsys.readouterr()
@@ -75,6 +76,12 @@ def untimed(text):
     return [",".join(row[:timing] + row[timing + 1 :]) for row in rows]
 
 
+def read_rows(folder):
+    """metrics.csv as numbers."""
+    with open(folder / "metrics.csv", newline="") as f:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(f)]
+
+
 @pytest.fixture
 def load():
     """What a run folder holds: result, arguments, checkpoint and the metrics as text without the timing column."""
@@ -90,43 +97,199 @@ def load():
     return read
 
 
-def cartpole_episodes(steps, seed):
-    """CartPole under a simple balancing rule with 20 % random actions, exactly `steps` transitions."""
-    env, rng, episodes = gym.make("CartPole-v1"), np.random.default_rng(seed), []
+def same(x, y):
+    """Equal to the last bit, timing and names aside."""
+    if isinstance(x, dict):
+        aside = ("updates_per_second", "charts/updates_per_second", "args", "exp_name")
+        return x.keys() == y.keys() and all(same(x[k], y[k]) for k in x if k not in aside)
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(same, x, y))
+    return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y or x != x and y != y
+
+
+def command_line(flags):
+    """{"q_lr": 0.1, "bootstrap": False, "prior": (0, 1)} as --q-lr 0.1 --no-bootstrap --prior 0 1."""
+    words = []
+    for name, value in flags.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words += [f"--{name}", *(value if isinstance(value, tuple) else [value])]
+    return words
+
+
+# ===== Environments and data sets
+class Chain(gym.Env):
+    """Eight places in a row, for the oracles: four actions, both kinds of ending, rewards far from unit size. Action 0
+    goes left, 1 right, 2 waits, 3 jumps up to three places either way. The right end ends an episode with 30, the left
+    one with -20, ten steps truncate it. Of the five observations one is noise and one is constant."""
+
+    observation_space = gym.spaces.Box(-10, 10, (5,), np.float32)
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.integers(1, 7))
+        return self.observe(), {}
+
+    def observe(self):
+        x = self.place / 7
+        return np.array([x, 3 * x * x, self.np_random.normal(), 0.5, 2.0 * (self.place > 3)], np.float32)
+
+    def step(self, action):
+        jump = int(self.np_random.integers(-3, 4))
+        self.place = int(np.clip(self.place + (-1, 1, 0, jump)[action], 0, 7))
+        reward = -4.0 if action == 3 else -1.0
+        if self.place in (0, 7):
+            reward += 30.0 if self.place == 7 else -20.0
+        return self.observe(), reward, self.place in (0, 7), False, {}
+
+
+class Walk(gym.Env):
+    """The same for pixels, in 84x84 grey noise that needs no decoding; a bright block shows where one is. Nine places:
+    action 0 waits, 1 goes left, 2 right, 3 jumps by up to two places either way. The middle ends an episode with 3,
+    the ends of the row with -2; a step costs 0.25, a jump 0.5."""
+
+    observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.choice([1, 2, 3, 5, 6, 7]))
+        return self.observe(), {}
+
+    def observe(self):
+        frame = self.np_random.integers(0, 40, (84, 84), dtype=np.uint8)
+        frame[20:60, 9 * self.place : 9 * self.place + 9] += 200
+        return frame
+
+    def step(self, action):
+        jump = int(self.np_random.integers(-2, 3))
+        self.place = int(np.clip(self.place + (0, -1, 1, jump)[action], 0, 8))
+        reward = -0.5 if action == 3 else -0.25
+        if self.place in (0, 4, 8):
+            reward += 3.0 if self.place == 4 else -2.0
+        return self.observe(), reward, self.place in (0, 4, 8), False, {}
+
+
+class Grid(gym.Env):
+    """Observed as a dictionary of a small image and a direction. Walk to the right end in 12 steps."""
+
+    image = gym.spaces.Box(0, 255, (3, 3, 2), np.uint8)
+    observation_space = gym.spaces.Dict(image=image, direction=gym.spaces.Discrete(4))
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.integers(4))
+        return self.observe(), {}
+
+    def observe(self):
+        return {"image": np.full((3, 3, 2), 10 * self.place, np.uint8), "direction": self.place % 4}
+
+    def step(self, action):
+        self.place = int(np.clip(self.place + action - 1, 0, 9))
+        return self.observe(), float(self.place == 9), self.place == 9, False, {}
+
+
+if "test/Chain-v0" not in gym.registry:
+    gym.register("test/Chain-v0", "conftest:Chain", max_episode_steps=10)
+    gym.register("test/Walk-v0", "conftest:Walk", max_episode_steps=6)
+    gym.register("test/Grid-v0", "conftest:Grid", max_episode_steps=12)
+    gym.register("test/Forever-v0", "conftest:Chain")
+    gym.register("test/WalkForever-v0", "conftest:Walk")
+
+
+def play(env, steps, seed):
+    """Random play, exactly `steps` transitions: the last episode may be cut. One EpisodeBuffer an episode."""
+    rng, buffers = np.random.default_rng(seed), []
     while steps > 0:
-        obs, _ = env.reset(seed=int(rng.integers(2**31)))
-        episode = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
-        episode["observations"].append(obs)
+        observations, taken = [env.reset(seed=int(rng.integers(2**31)))[0]], []
         done = False
         while not done and steps > 0:
-            action = int(rng.integers(2)) if rng.random() < 0.2 else int(obs[2] + obs[3] > 0)
+            action = int(rng.integers(env.action_space.n))
             obs, reward, terminated, truncated, _ = env.step(action)
-            steps, done = steps - 1, terminated or truncated
-            for name, value in zip(episode, (obs, action, reward, terminated, truncated or (steps == 0 and not done))):
-                episode[name].append(value)
-        episodes.append(episode)
-    return env, episodes
+            steps -= 1
+            done = terminated or truncated
+            observations.append(obs)
+            taken.append((action, reward, terminated, truncated or (steps == 0 and not done)))
+        if isinstance(obs, dict):
+            observations = {key: [x[key] for x in observations] for key in obs}
+        buffers.append(episode(observations, *zip(*taken), number=len(buffers)))
+    return buffers
 
 
-def lander_episodes(count):
-    """LunarLander under random actions: four actions, every episode ends in a crash."""
-    env, rng, episodes = gym.make("LunarLander-v3"), np.random.default_rng(0), []
-    for seed in range(count):
-        obs, done = env.reset(seed=seed)[0], False
-        episode = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
-        episode["observations"].append(obs)
-        while not done:
-            action = int(rng.integers(4))
-            obs, reward, done, truncated, _ = env.step(action)
-            for name, value in zip(episode, (obs, action, reward, done, truncated)):
-                episode[name].append(value)
-        episodes.append(episode)
-    return episodes
+def episode(observations, actions, rewards, terminations, truncations, number=0):
+    """One episode's columns as Minari wants them."""
+    if isinstance(observations, dict):
+        observations = {key: np.array(values) for key, values in observations.items()}
+    elif not isinstance(observations[0], str):
+        observations = np.array(observations)
+    columns = dict(actions=np.array(actions), rewards=np.array(rewards, float))
+    columns |= dict(terminations=np.array(terminations), truncations=np.array(truncations))
+    return EpisodeBuffer(id=number, observations=observations, **columns)
+
+
+def store(name, buffers, env=None, **extra):
+    with warnings.catch_warnings(action="ignore"):
+        return minari.create_dataset_from_buffers(name, buffers, env=env, **extra)
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """A folder of small Minari data sets, vectors and pixels."""
+    folder = tmp_path_factory.mktemp("minari")
+    before = os.environ.get("MINARI_DATASETS_PATH")
+    os.environ["MINARI_DATASETS_PATH"] = str(folder)
+    cart, lander, chain = (gym.make(name) for name in ("CartPole-v1", "LunarLander-v3", "test/Chain-v0"))
+    for name in ("test/cartpole-v0", "ersac/cartpole/tau50-3k-v0"):
+        store(name, play(cart, 600, 0), cart, ref_min_score=20.0, ref_max_score=500.0)
+    store("test/lander-v0", play(lander, 600, 0), lander, ref_min_score=-200.0, ref_max_score=260.0)
+    # the chain: small for the oracles, large enough to learn from
+    scores = {"ref_min_score": -14.0, "ref_max_score": 25.0}
+    store("test/chain-v0", play(chain, 203, 0), chain, **scores)
+    store("test/chain-large-v0", play(chain, 3000, 1), chain, **scores)
+    # what a data set declares and its transitions do not show: an action nobody took, short evaluations, a score of 0
+    three = [replace(buffer, actions=np.minimum(buffer.actions, 2)) for buffer in play(chain, 203, 0)]
+    short = gym.make("test/Chain-v0", max_episode_steps=1)
+    store("test/declared-v0", three, chain, eval_env=short, ref_min_score=0.0, ref_max_score=25.0)
+    # no episode ended
+    cut = []
+    for buffer in play(chain, 60, 2):
+        last = np.arange(len(buffer.actions)) == len(buffer.actions) - 1
+        cut.append(replace(buffer, terminations=last & False, truncations=last))
+    store("test/chain-cut-v0", cut, chain, eval_env=gym.make("test/Chain-v0", max_episode_steps=4))
+    # pixels: small for the oracles, large enough to learn from, without a time limit, without an environment
+    walk, longer = gym.make("test/Walk-v0"), gym.make("test/Walk-v0", max_episode_steps=40)
+    extra = {"eval_env": longer, "ref_min_score": -7.0, "ref_max_score": 1.5, "jpeg_encoding": False}
+    store("test/walk-v0", play(walk, 72, 0), walk, **extra)
+    store("test/walk-large-v0", play(walk, 800, 1), walk, **extra)
+    store("test/walk-forever-v0", play(walk, 5, 2), gym.make("test/WalkForever-v0"), jpeg_encoding=False)
+    spaces = {"observation_space": walk.observation_space, "action_space": walk.action_space}
+    store("test/walk-logs-v0", play(walk, 9, 3), None, jpeg_encoding=False, **spaces)
+    yield folder
+    if before is None:
+        os.environ.pop("MINARI_DATASETS_PATH")
+    else:
+        os.environ["MINARI_DATASETS_PATH"] = before
+
+
+# ===== The plain loops' common parts
+def mean(values):
+    values = [float(value) for value in values]
+    return sum(values) / len(values) if values else math.nan
 
 
 def plain_data(dataset_id, gamma):
-    """A data set as the network scripts read it, written anew in float64 with a loop over transitions: s, a, r, s_next,
-    terminated, returns (NaN where the episode was cut), and the numbers that scaled them: mean, std, scale."""
+    """A data set as the scripts for vectors read it, with a loop over transitions: s, a, r, s_next, terminated, returns
+    (NaN where the episode was cut), and the numbers that scaled them: mean, std, scale."""
     columns = {name: [] for name in ("s", "a", "r", "s_next", "terminated", "returns")}
     for episode in minari.load_dataset(dataset_id).iterate_episodes():
         T = len(episode.actions)
@@ -151,103 +314,135 @@ def plain_data(dataset_id, gamma):
     return data
 
 
-class Chain(gym.Env):
-    """Eight places in a row, for the oracles: four actions, both kinds of ending, rewards far from unit size. Action 0
-    goes left, 1 right, 2 waits, 3 jumps up to three places either way. The right end ends an episode with 30, the left
-    one with -20, ten steps truncate it. Of the five observations one is noise and one is constant."""
-
-    observation_space = gym.spaces.Box(-10, 10, (5,), np.float32)
-    action_space = gym.spaces.Discrete(4)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = int(self.np_random.integers(1, 7))
-        return self.observe(), {}
-
-    def observe(self):
-        x = self.place / 7
-        return np.array([x, 3 * x * x, self.np_random.normal(), 0.5, 2.0 * (self.place > 3)], np.float32)
-
-    def step(self, action):
-        jump = int(self.np_random.integers(-3, 4))
-        self.place = int(np.clip(self.place + (-1, 1, 0, jump)[action], 0, 7))
-        reward = -4.0 if action == 3 else -1.0
-        if self.place in (0, 7):
-            reward += 30.0 if self.place == 7 else -20.0
-        return self.observe(), reward, self.place in (0, 7), False, {}
+def double(state):
+    """A state dict in float64, apart from the original."""
+    return {name: value.detach().double().clone() for name, value in state.items()}
 
 
-if "test/Chain-v0" not in gym.registry:
-    gym.register("test/Chain-v0", "conftest:Chain", max_episode_steps=10)
+def dense(net, name, x):
+    return x @ net[f"{name}.weight"].T + net[f"{name}.bias"]
 
 
-def chain_episodes(steps, seed):
-    """Random play on the chain, exactly `steps` transitions: terminations, truncations, the last episode is cut."""
-    env, rng, episodes = gym.make("test/Chain-v0"), np.random.default_rng(seed), []
-    while steps > 0:
-        obs, done = env.reset(seed=int(rng.integers(2**31)))[0], False
-        episode = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
-        episode["observations"].append(obs)
-        while not done and steps > 0:
-            action = int(rng.integers(4))
-            obs, reward, terminated, truncated, _ = env.step(action)
-            steps -= 1
+def normalise(h):
+    """Layer norm without weights."""
+    h = h - h.mean(-1, keepdim=True)
+    return h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def plain_policy(actor, s):
+    """pi and log pi of an actor of three layers, [B, A]."""
+    w1, b1, w2, b2, w3, b3 = actor.values()
+    h = torch.relu(torch.relu(s @ w1.T + b1) @ w2.T + b2)
+    logits = h @ w3.T + b3
+    log_pi = logits - logits.exp().sum(-1, keepdim=True).log()
+    return log_pi.exp(), log_pi
+
+
+def plain_worst_case(kind, q, pi, upsilon):
+    """q* of one state with numpy: samples q [N, A], pi [A]. The ellipsoid's squared radius is the ceil(upsilon N)-th
+    smallest Mahalanobis distance."""
+    if kind == "box":
+        return q.min(0)
+    if kind == "hull":
+        return min(q, key=lambda x: pi @ x)
+    mu = q.mean(0)
+    sigma = sum(np.outer(x - mu, x - mu) for x in q) / len(q)
+    inverse = np.linalg.pinv(sigma, rcond=1e-9)
+    distances = sorted((x - mu) @ inverse @ (x - mu) for x in q)
+    square = distances[math.ceil(Fraction(str(upsilon)) * len(q)) - 1]  # 0.28 * 25 is 7, not a little more
+    return mu - math.sqrt(square) * sigma @ pi / math.sqrt(pi @ sigma @ pi)
+
+
+def plain_gaussian(kind, mu, sigma_bar, pi, upsilon):
+    """The same for q ~ N(mu, sigma_bar sigma_bar'), ellipsoid or its bounding box: mu [A], sigma_bar [A, d_z]."""
+    sigma = sigma_bar @ sigma_bar.T
+    square = 2 * gammaincinv(len(mu) / 2, upsilon)  # the chi-squared distribution's quantile
+    if kind == "box":  # as far down as the ellipsoid reaches in each action
+        return mu - np.sqrt(square * np.diag(sigma))
+    return mu - math.sqrt(square) * sigma @ pi / math.sqrt(pi @ sigma @ pi)
+
+
+def descend(adam, loss, lr):
+    """One step of Adam with this step size."""
+    adam.param_groups[0]["lr"] = lr
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+
+
+def plain_row(pi, log_pi, mu, std, q_star, a, returns):
+    """What is logged of a minibatch beside its losses, entry by entry."""
+    pi, log_pi, mu, std = (x.detach() for x in (pi, log_pi, mu, std))  # [B, A]
+    states = range(len(pi))
+    taken = [(b, int(a[b])) for b in states]
+    others = [(b, k) for b, k in np.ndindex(*pi.shape) if k != a[b]]
+    ended = [(b, k) for b, k in taken if not math.isnan(returns[b])]
+    return {
+        "charts/policy_entropy": -mean(pi[b] @ log_pi[b] for b in states),
+        "charts/q_gap": mean(pi[b] @ (mu[b] - q_star[b]) for b in states),
+        "charts/q_minus_return": mean(mu[b, k] - returns[b] for b, k in ended),
+        "charts/q_star_minus_return": mean(q_star[b, k] - returns[b] for b, k in ended),
+        "charts/std_data_actions": mean(std[i] for i in taken),
+        "charts/std_other_actions": mean(std[i] for i in others),
+    }
+
+
+def plain_returns(act, env, episodes, seed):
+    """Undiscounted returns of act(obs), one episode a seed."""
+    returns = []
+    for number in range(episodes):
+        obs, _ = env.reset(seed=seed + number)
+        total, done = 0.0, False
+        while not done:
+            obs, reward, terminated, truncated, _ = env.step(act(obs))
+            total += reward
             done = terminated or truncated
-            for name, value in zip(episode, (obs, action, reward, terminated, truncated or (steps == 0 and not done))):
-                episode[name].append(value)
-        episodes.append(episode)
-    return episodes
+        returns.append(total)
+    return np.array(returns)
 
 
-@pytest.fixture(scope="session")
-def datasets(tmp_path_factory):
-    """A folder of small Minari data sets: test/cartpole-v0, two of the chain (small for the oracles, large enough to
-    learn from), and some that the scripts must refuse."""
-    folder = tmp_path_factory.mktemp("minari")
-    before = os.environ.get("MINARI_DATASETS_PATH")
-    os.environ["MINARI_DATASETS_PATH"] = str(folder)
-    env, episodes = cartpole_episodes(3000, 0)
+def assert_close(ours, plain, what, rtol=1e-3, share=2e-5):
+    """float32 against float64, entries that are small beside the tensor's largest one included."""
+    ours, plain = (torch.as_tensor(x).detach().double() for x in (ours, plain))
+    atol = max(share * plain.nan_to_num().abs().max().item(), 1e-12)
+    torch.testing.assert_close(ours, plain, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
-    def store(name, episodes, env, ids=None, **spaces):
-        ids = ids or range(len(episodes))
-        array = lambda x: x if isinstance(x[0], str) else np.array(x)  # noqa: E731
-        buffers = [EpisodeBuffer(id=i, **{k: array(v) for k, v in e.items()}) for i, e in zip(ids, episodes)]
-        with warnings.catch_warnings(action="ignore"):
-            minari.create_dataset_from_buffers(name, buffers, env=env, **spaces)
 
-    store("test/cartpole-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
-    store("ersac/cartpole/tau50-3k-v0", episodes, env, ref_min_score=20.0, ref_max_score=500.0)
-    store("test/lander-v0", lander_episodes(8), gym.make("LunarLander-v3"), ref_min_score=-200.0, ref_max_score=260.0)
-    chain = gym.make("test/Chain-v0")
-    store("test/chain-v0", chain_episodes(203, 0), chain, ref_min_score=-14.0, ref_max_score=25.0)
-    # what a data set declares and its transitions do not show: an action nobody took, short evaluations, a score of 0
-    three = [dict(e, actions=np.minimum(e["actions"], 2)) for e in chain_episodes(203, 0)]
-    short = gym.make("test/Chain-v0", max_episode_steps=1)
-    store("test/declared-v0", three, chain, eval_env=short, ref_min_score=0.0, ref_max_score=25.0)
-    cut = [dict(e, terminations=[False] * len(e["actions"])) for e in chain_episodes(60, 2)]
-    cut = [dict(e, truncations=[False] * (len(e["actions"]) - 1) + [True]) for e in cut]
-    store("test/chain-cut-v0", cut, chain)
-    for seed in (3, 14):
-        store(f"test/draw-s{seed}-v0", chain_episodes(60, seed), chain)
-    store("test/chain-large-v0", chain_episodes(3000, 1), chain, ref_min_score=-14.0, ref_max_score=25.0)
-    broken = [dict(e, rewards=[float("nan")] * len(e["rewards"])) for e in episodes[:2]]
-    store("test/nan-v0", broken, env)
-    store("test/ragged-v0", episodes[:2], env, ids=[0, 0])  # merged into one: two observations more than actions
-    pendulum = gym.make("Pendulum-v1")
-    moves = [dict(e, observations=np.zeros((len(e["actions"]) + 1, 3), np.float32)) for e in episodes[:2]]
-    moves = [dict(e, actions=np.zeros((len(e["actions"]), 1), np.float32)) for e in moves]
-    store("test/pendulum-v0", moves, pendulum)
-    text = [dict(e, observations=["abc"] * (len(e["actions"]) + 1)) for e in episodes[:2]]
-    spaces = {"observation_space": gym.spaces.Text(5), "action_space": gym.spaces.Discrete(2)}
-    store("test/text-v0", text, None, **spaces)
-    pictures = [dict(e, observations=np.zeros((len(e["actions"]) + 1, 84, 84), np.uint8)) for e in episodes[:1]]
-    spaces["observation_space"] = gym.spaces.Box(0, 255, (84, 84), np.uint8)
-    store("test/pictures-v0", pictures, None, **spaces)
-    lake = gym.make("FrozenLake-v1")
-    cells = [dict(e, observations=np.zeros(len(e["actions"]) + 1, np.int64)) for e in episodes[:2]]
-    store("test/lake-v0", cells, lake)
-    yield folder
-    if before is None:
-        os.environ.pop("MINARI_DATASETS_PATH")
-    else:
-        os.environ["MINARI_DATASETS_PATH"] = before
+def check_learned(last, networks, optimizers):
+    """A run's last checkpoint against networks and Adams of a plain loop. Adam's first steps are as long as the step
+    size whatever the size of the gradient: its moments know the size, and where a gradient is no more than rounding
+    (1e-5 of the largest one) single and double precision may step apart."""
+    sure = {}
+    for name, adam in optimizers.items():
+        moments = adam.state_dict()["state"]
+        assert last[name]["state"].keys() == moments.keys(), name
+        for i, moment in moments.items():
+            for part in ("exp_avg", "exp_avg_sq", "step"):
+                assert_close(last[name]["state"][i][part], moment[part], f"{name} {i} {part}", share=1e-4)
+            size = moment["exp_avg_sq"].sqrt()
+            where = (size == 0) | (size > 1e-5 * size.max())
+            assert where.double().mean() > 0.98
+            sure[id(adam.param_groups[0]["params"][i])] = where
+    for part, network in networks.items():
+        assert last[part].keys() == network.keys()
+        for name, value in network.items():
+            source = networks["critic"][name] if part == "target" else value
+            where = sure.get(id(source), slice(None))
+            assert_close(last[part][name][where], value[where], f"{part} {name}")
+
+
+def check_result(folder, returns, low, high, out, **expected):
+    """result.json and the last lines, from the returns of the final evaluation and the reference scores."""
+    result = json.loads((folder / "result.json").read_text())
+    method, dataset_id = expected["method"], expected["dataset_id"]
+    normalized = None if low is None else 100 * (returns.mean() - low) / (high - low)
+    expected |= {"eval_episodes": len(returns), "eval_return_mean": returns.mean(), "eval_return_std": returns.std()}
+    expected |= {"random_return": low, "reference_return": high, "normalized_return": normalized}
+    assert result.pop("eval_returns") == pytest.approx(returns.tolist())
+    assert result.pop("updates_per_second") > 0
+    assert result.keys() == expected.keys()
+    for name, value in expected.items():
+        assert result[name] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value), name
+    assert f"{method} on {dataset_id}: return {returns.mean():.1f} over {len(returns)} episodes\n" in out
+    if normalized is not None:
+        assert f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)" in out

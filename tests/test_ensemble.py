@@ -1,19 +1,29 @@
 """Protects ersac_ensemble.py: every update and every number it leaves behind are those of a plain loop written from the
 paper, its box is SAC-N (Proposition 3.1), its actor's gradient is exact (envelope theorem), and it learns."""
 
-import csv
 import itertools
 import math
-import warnings
 
 import gymnasium as gym
-import minari
 import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import plain_data
-from minari.data_collector import EpisodeBuffer
+from conftest import (
+    assert_close,
+    check_learned,
+    check_result,
+    descend,
+    double,
+    mean,
+    normalise,
+    plain_data,
+    plain_policy,
+    plain_returns,
+    plain_row,
+    plain_worst_case,
+    read_rows,
+)
 
 import ersac_ensemble as script
 
@@ -25,55 +35,12 @@ SETS = {
 
 
 # ----- the plain loop: no code of the script, float64, loops over critics and transitions
-def double(state):
-    """A state dict in float64, apart from the original."""
-    return {name: value.double().clone() for name, value in state.items()}
-
-
 def plain_critic(state, n, obs):
     """Critic n of a stack: two hidden layers, each normalised, written with matrix products. [B, A]"""
     h = obs
     for layer in (0, 1):
-        h = h @ state[f"weights.{layer}"][n] + state[f"biases.{layer}"][n]
-        h = h - h.mean(-1, keepdim=True)
-        h = h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        h = torch.relu(h)
+        h = torch.relu(normalise(h @ state[f"weights.{layer}"][n] + state[f"biases.{layer}"][n]))
     return h @ state["weights.2"][n] + state["biases.2"][n]
-
-
-def plain_policy(state, obs):
-    """The actor's probabilities. [B, A]"""
-    h = obs
-    for layer in (0, 2, 4):
-        h = h @ state[f"net.{layer}.weight"].T + state[f"net.{layer}.bias"]
-        if layer < 4:
-            h = torch.relu(h)
-    return torch.softmax(h, -1)
-
-
-def plain_worst_case(kind, q, pi, upsilon):
-    """q* of one state with numpy: q [N, A], pi [A]."""
-    if kind == "box":
-        return np.array([min(values) for values in q.T])
-    if kind == "hull":
-        return min(q, key=lambda x: pi @ x)
-    mu = q.mean(0)
-    sigma = sum(np.outer(x - mu, x - mu) for x in q) / len(q)
-    distances = sorted((x - mu) @ np.linalg.inv(sigma) @ (x - mu) for x in q)
-    radius = math.sqrt(distances[math.ceil(upsilon * len(q)) - 1])
-    return mu - radius * sigma @ pi / math.sqrt(pi @ sigma @ pi)
-
-
-def descend(adam, loss, lr):
-    adam.param_groups[0]["lr"] = lr
-    adam.zero_grad()
-    loss.backward()
-    adam.step()
-
-
-def mean(values):
-    values = [float(value) for value in values]
-    return sum(values) / len(values) if values else math.nan
 
 
 def plain_training(x, first, prior, data):
@@ -103,18 +70,20 @@ def plain_training(x, first, prior, data):
         left = (x.total_updates - update + 1) / x.total_updates
         index = torch.randint(len(data.s), (B,), generator=generator)
         s, a, r = data.s[index], data.a[index], data.r[index]
-        s_next, terminated, returns = data.s_next[index], data.terminated[index], data.returns[index]
+        s_next, terminated = data.s_next[index], data.terminated[index]
         alpha = math.exp(log_alpha.item())
+
         # target: one for all critics, against the worst case, or each critic's own
-        pi = plain_policy(actor, s_next).detach()
+        pi, log_pi = (tensor.detach() for tensor in plain_policy(actor, s_next))
         q_next = q_values(target, s_next).detach()
         if x.targets == "shared":
             q_next = [worst_case(q_next, pi)] * N
         y = torch.zeros(N, B, dtype=torch.float64)
         for n, b in np.ndindex(N, B):
-            v = sum(p * (q - alpha * math.log(p)) for p, q in zip(pi[b].tolist(), q_next[n][b].tolist()))
+            v = sum(pi[b, k] * (q_next[n][b, k] - alpha * log_pi[b, k]) for k in range(A))
             y[n, b] = r[b] if terminated[b] else r[b] + x.gamma * v
-        # critics
+
+        # critics, with EDAC's cosines
         q = q_values(critic, s)
         errors = torch.stack([torch.stack([q[n, b, a[b]] - y[n, b] for b in range(B)]) for n in range(N)])  # [N, B]
         loss = sum((errors[n] ** 2).mean() for n in range(N))
@@ -123,65 +92,26 @@ def plain_training(x, first, prior, data):
             cosine = (u * v).sum(-1) / ((u * u).sum(-1) * (v * v).sum(-1)).sqrt()
             loss = loss + N * x.edac_eta * cosine.mean()
         descend(q_adam, loss, left * x.q_lr)
+
         # actor, against the critics after their step, and the temperature, which falls while pi is too random
         q = q_values(critic, s).detach()
-        pi = plain_policy(actor, s)
+        pi, log_pi = plain_policy(actor, s)
         q_star = worst_case(q, pi)
-        h = -(pi * pi.log()).sum(-1)
+        h = -(pi * log_pi).sum(-1)
         loss = -((pi * q_star).sum(-1) + alpha * h).mean()
         excess = h.mean().item() - x.target_entropy * math.log(A)
         descend(policy_adam, loss + log_alpha.exp() * excess, left * x.policy_lr)
+
         # target critics
         for name, value in critic.items():
             target[name] = (1 - x.polyak) * target[name] + x.polyak * value.detach()
-        # what is logged: means over the minibatch
-        mu, std, pi = q.mean(0), q.std(0, correction=0), pi.detach()
-        taken = [(b, k) for b in range(B) for k in range(A) if k == a[b]]
-        others = [(b, k) for b in range(B) for k in range(A) if k != a[b]]
-        ended = [(b, k) for b, k in taken if not returns[b].isnan()]
-        robust = mean(pi[b] @ q_star[b] for b in range(B))
-        row = {
-            "update": update,
-            "losses/critic_loss": mean(errors.detach().flatten() ** 2),
-            "losses/actor_loss": loss.item(),
-            "charts/alpha": alpha,
-            "charts/policy_entropy": h.mean().item(),
-            "charts/q_robust": robust,
-            "charts/q_gap": mean(pi[b] @ mu[b] for b in range(B)) - robust,
-            "charts/q_data_actions": mean(mu[i] for i in taken),
-            "charts/q_minus_return": mean(mu[i] - returns[i[0]] for i in ended),
-            "charts/q_star_minus_return": mean(q_star[i] - returns[i[0]] for i in ended),
-            "charts/std_data_actions": mean(std[i] for i in taken),
-            "charts/std_other_actions": mean(std[i] for i in others),
-        }
-        rows.append(row)
-        actors.append({name: value.detach().clone() for name, value in actor.items()})
+
+        row = {"update": update, "losses/critic_loss": mean(errors.flatten() ** 2), "losses/actor_loss": loss.item()}
+        row |= plain_row(pi, log_pi, q.mean(0), q.std(0, correction=0), q_star, a, data.returns[index])
+        rows.append(row | {"charts/alpha": alpha})
+        actors.append(double(actor))
     parts = {"critic": critic, "target": target, "actor": actor, "log_alpha": log_alpha, "generator": generator}
     return rows, actors, parts | {"q_optimizer": q_adam, "policy_optimizer": policy_adam}
-
-
-def play(actor, data, env, episodes, seed):
-    """Undiscounted returns of the greedy policy, one episode a seed."""
-    returns = []
-    for episode in range(episodes):
-        obs, _ = env.reset(seed=seed + episode)
-        total, done = 0.0, False
-        while not done:
-            pi = plain_policy(actor, (torch.tensor(obs, dtype=torch.float64) - data.mean) / data.std)
-            obs, reward, terminated, truncated, _ = env.step(int(pi.argmax()))
-            total += reward
-            done = terminated or truncated
-        returns.append(total)
-    return returns
-
-
-def assert_close(ours, plain, what):
-    """float32 against float64, entries that are small beside the tensor's largest one included."""
-    plain = plain.detach().double()
-    atol = max(2e-5 * plain.nan_to_num().abs().max().item(), 1e-12)
-    torch.testing.assert_close(
-        ours.detach().double(), plain, rtol=1e-3, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
-    )
 
 
 # ----- the script against the plain loop
@@ -198,7 +128,7 @@ VARIANTS = [  # flags, and the method's one name
     (f"{SHARED} ellipsoid --upsilon 1 --autotune", "Ell-N"),
     (f"{SHARED} ellipsoid --upsilon 0.3 --dataset-id test/declared-v0", "Ell_0.3-N"),
     (f"{SHARED} ellipsoid --prior-scale 1.5", "Ell_0.8-N"),
-    (f"{OWN} box --prior-scale 0 --dataset-id test/endless-v0", "Box-N-own"),
+    (f"{OWN} box --prior-scale 0 --dataset-id test/chain-cut-v0", "Box-N-own"),
     (f"{OWN} hull --autotune", "CH-N-own"),
     (f"{OWN} ellipsoid --upsilon 1", "Ell-N-own"),
     (f"{OWN} ellipsoid", "Ell_0.8-N-own"),
@@ -206,84 +136,57 @@ VARIANTS = [  # flags, and the method's one name
 DECLARED = {  # steps of an evaluation episode, reference scores; the second has an action that nobody took
     "test/chain-v0": (10, -14.0, 25.0),
     "test/declared-v0": (1, 0.0, 25.0),
-    "test/endless-v0": (4, None, None),
+    "test/chain-cut-v0": (4, None, None),
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def endless(datasets):
-    """test/endless-v0, in which no episode ended: each reward counts as if it went on for ever."""
-    episodes = [e for e in minari.load_dataset("test/chain-v0").iterate_episodes() if not e.terminations[-1]]
-    names = ("observations", "actions", "rewards", "terminations", "truncations")
-    buffers = [EpisodeBuffer(id=i, **{name: getattr(e, name) for name in names}) for i, e in enumerate(episodes)]
-    envs = {"env": gym.make("test/Chain-v0"), "eval_env": gym.make("test/Chain-v0", max_episode_steps=4)}
-    with warnings.catch_warnings(action="ignore"):
-        minari.create_dataset_from_buffers("test/endless-v0", buffers, **envs)
-    yield
-    minari.delete_dataset("test/endless-v0")
-
-
 @pytest.mark.parametrize("flags, method", [pytest.param(*pair, id=pair[1]) for pair in VARIANTS])
-def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, first_state, flags, method):
+def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, first_state, datasets, flags, method):
     words = flags.split()
     x = tyro.cli(script.Args, args=words)
     done = run("ersac_ensemble", *words)
     assert done.code == 0, done.err
-    run_folder = load(done.folders[0])
-    first, last = first_state("ersac_ensemble", *words), run_folder.checkpoint
+    first, last = first_state("ersac_ensemble", *words), load(done.folders[0]).checkpoint
     prior = double(done.names["prior"].state_dict()) if x.prior_scale else None
     for name, value in first["critic"].items():
         assert torch.equal(value, first["target"][name])  # the targets start as the critics
         assert prior is None or not torch.equal(value.double(), prior[name])
 
-    # the data, the weights, the optimizers' moments, which also show a gradient's size
+    # the data, and all that is learned from them
     data = plain_data(x.dataset_id, x.gamma)
-    names = {"obs": "s", "action": "a", "reward": "r", "next_obs": "s_next"}
-    names |= {"terminated": "terminated", "returns": "returns"}
-    for ours, plain in names.items():
-        assert_close(done.names[ours], getattr(data, plain), ours)
+    for name in ("terminated", "returns"):
+        assert_close(done.names[name], getattr(data, name), name)
+    for name, plain in {"obs": data.s, "action": data.a, "reward": data.r, "next_obs": data.s_next}.items():
+        assert_close(done.names[name], plain, name)
     rows, actors, parts = plain_training(x, first, prior, data)
-    for part in ("critic", "target", "actor"):
-        assert last[part].keys() == parts[part].keys()
-        for name, value in parts[part].items():
-            assert_close(last[part][name], value, f"{part} {name}")
+    optimizers = {name: parts[name] for name in ("q_optimizer", "policy_optimizer")}
+    check_learned(last, {name: parts[name] for name in ("critic", "target", "actor")}, optimizers)
     for name, value in {"log_alpha": parts["log_alpha"], "obs_mean": data.mean, "obs_std": data.std}.items():
         assert_close(last[name], value, name)
-    for part in ("q_optimizer", "policy_optimizer"):
-        moments = parts[part].state_dict()["state"]
-        assert last[part]["state"].keys() == moments.keys()
-        for i, name in itertools.product(moments, ("exp_avg", "exp_avg_sq")):
-            assert_close(last[part]["state"][i][name], moments[i][name], f"{part} {name} {i}")
     assert torch.equal(last["generator"], parts["generator"].get_state()) and last["update"] == 3
 
     # metrics.csv
     steps, low, high = DECLARED[x.dataset_id]
     env, seed = gym.make("test/Chain-v0", max_episode_steps=steps), 10**6 * (x.seed + 1)
-    with open(done.folders[0] / "metrics.csv", newline="") as f:
-        logged = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(f)]
+
+    def returns(actor, episodes, seed):
+        def act(obs):
+            return int(plain_policy(actor, (torch.tensor(obs).double() - data.mean) / data.std)[0].argmax())
+
+        return plain_returns(act, env, episodes, seed)
+
+    logged = read_rows(done.folders[0])
     assert [row["update"] for row in logged] == [2, 3]
-    for row, actor, expected in zip(logged, actors[1:], rows[1:]):
-        expected["eval/return"] = mean(play(actor, data, env, 3, seed))
+    for row, actor, expected in zip(logged, actors[1:], rows[1:], strict=True):
+        expected["eval/return"] = mean(returns(actor, 3, seed))
         assert row.pop("charts/updates_per_second") > 0
         assert row == pytest.approx(expected, rel=2e-4, abs=2e-5, nan_ok=True)
 
     # result.json and the last lines
-    returns = np.array(play(actors[-1], data, env, 25, seed + 10**5))
-    pi = plain_policy(actors[-1], data.s)
-    normalized = None if low is None else 100 * (returns.mean() - low) / (high - low)
-    expected = {"script": "ersac_ensemble.py", "method": method, "env_id": "test/Chain-v0", "dataset_id": x.dataset_id}
-    expected |= {"seed": 5, "updates": 3, "eval_episodes": 25, "random_return": low, "reference_return": high}
-    expected |= {"eval_return_mean": returns.mean(), "eval_return_std": returns.std(), "normalized_return": normalized}
-    expected["policy_entropy"] = -(pi * pi.log()).sum(-1).mean().item()
-    result = run_folder.result
-    assert result.pop("eval_returns") == pytest.approx(returns)
-    assert result.pop("updates_per_second") > 0
-    assert result.keys() == expected.keys()
-    for name, value in expected.items():
-        assert result[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
-    assert f"{method} on {x.dataset_id}: return {returns.mean():.1f} over 25 episodes\n" in done.out
-    if normalized is not None:
-        assert f"normalized return {normalized:.1f} (0: {low}, random play; 100: {high}, reference)" in done.out
+    words = {"script": "ersac_ensemble.py", "method": method, "env_id": "test/Chain-v0", "dataset_id": x.dataset_id}
+    pi, log_pi = plain_policy(actors[-1], data.s)
+    words |= {"seed": 5, "updates": 3, "policy_entropy": -(pi * log_pi).sum(-1).mean().item()}
+    check_result(done.folders[0], returns(actors[-1], 25, seed + 10**5), low, high, done.out, **words)
 
 
 # ----- Proposition 3.1: with the box set, ERSAC is SAC-N
@@ -406,25 +309,10 @@ def test_ensemble_similarity_against_all_pairs():
 
 # ----- learning
 @pytest.mark.parametrize("flags", ["box --targets shared", "hull", "ellipsoid", "ellipsoid --targets shared"])
-def test_learns_to_walk_right_from_random_play(run, load, flags):
+def test_learns_to_walk_right_from_random_play(run, load, datasets, flags):
     """Random play on the chain earns -14. Walking right from the middle earns 30 less a few steps."""
     flags = f"--uncertainty-set {flags} --prior-scale {0 if 'shared' in flags else 3} --input-scale 1 --num-critics 5 "
     flags += "--hidden-dim 32 --batch-size 64 --total-updates 200 --gamma 0.9 --q-lr 3e-3 --policy-lr 3e-3"
     done = run("ersac_ensemble", "--dataset-id", "test/chain-large-v0", *flags.split(), "--eval-episodes", 50)
     result = load(done.folders[0]).result
     assert result["eval_return_mean"] > 24 and result["normalized_return"] > 95
-
-
-# ----- data and environment
-def test_an_environment_without_a_time_limit_gets_one():
-    gym.register("test/Forever-v0", "conftest:Chain")
-    dataset = minari.load_dataset("test/chain-v0")
-    dataset.recover_environment = lambda eval_env: gym.make("test/Forever-v0")
-    env = script.make_eval_env(dataset)
-    env.reset(seed=0)
-    steps, done = 0, False
-    while not done:
-        _, _, terminated, done, _ = env.step(2)  # action 2 waits for ever
-        assert not terminated
-        steps += 1
-    assert steps == 10_000
