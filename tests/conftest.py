@@ -239,7 +239,7 @@ def episode(observations, actions, rewards, terminations, truncations, number=0)
 
 def store(name, buffers, env=None, **extra):
     with warnings.catch_warnings(action="ignore"):
-        return minari.create_dataset_from_buffers(name, buffers, env=env, **extra)
+        return minari.create_dataset_from_buffers(name, buffers, env=env, **{"jpeg_encoding": False} | extra)
 
 
 @pytest.fixture(scope="session")
@@ -268,12 +268,12 @@ def datasets(tmp_path_factory):
     store("test/chain-cut-v0", cut, chain, eval_env=gym.make("test/Chain-v0", max_episode_steps=4))
     # pixels: small for the oracles, large enough to learn from, without a time limit, without an environment
     walk, longer = gym.make("test/Walk-v0"), gym.make("test/Walk-v0", max_episode_steps=40)
-    extra = {"eval_env": longer, "ref_min_score": -7.0, "ref_max_score": 1.5, "jpeg_encoding": False}
+    extra = {"eval_env": longer, "ref_min_score": -7.0, "ref_max_score": 1.5}
     store("test/walk-v0", play(walk, 72, 0), walk, **extra)
     store("test/walk-large-v0", play(walk, 800, 1), walk, **extra)
-    store("test/walk-forever-v0", play(walk, 5, 2), gym.make("test/WalkForever-v0"), jpeg_encoding=False)
+    store("test/walk-forever-v0", play(walk, 5, 2), gym.make("test/WalkForever-v0"))
     spaces = {"observation_space": walk.observation_space, "action_space": walk.action_space}
-    store("test/walk-logs-v0", play(walk, 9, 3), None, jpeg_encoding=False, **spaces)
+    store("test/walk-logs-v0", play(walk, 9, 3), **spaces)
     yield folder
     if before is None:
         os.environ.pop("MINARI_DATASETS_PATH")
@@ -347,7 +347,7 @@ def plain_worst_case(kind, q, pi, upsilon):
         return min(q, key=lambda x: pi @ x)
     mu = q.mean(0)
     sigma = sum(np.outer(x - mu, x - mu) for x in q) / len(q)
-    inverse = np.linalg.pinv(sigma, rcond=1e-9)
+    inverse = np.linalg.inv(sigma + 1e-12 * np.trace(sigma) / len(mu) * np.eye(len(mu)))  # for collapsed directions
     distances = sorted((x - mu) @ inverse @ (x - mu) for x in q)
     square = distances[math.ceil(Fraction(str(upsilon)) * len(q)) - 1]  # 0.28 * 25 is 7, not a little more
     return mu - math.sqrt(square) * sigma @ pi / math.sqrt(pi @ sigma @ pi)

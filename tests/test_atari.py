@@ -60,7 +60,7 @@ def pong(datasets):
         end = np.arange(T) == T - 1
         columns = {"observations": np.array(frames), "actions": actions, "rewards": np.array(rewards)}
         buffers.append(EpisodeBuffer(id=i, **columns, terminations=end & (i == 2), truncations=end & (i < 2)))
-    store("test/pong-v0", buffers, env, jpeg_encoding=False, ref_min_score=-21.0, ref_max_score=1.0)
+    store("test/pong-v0", buffers, env, ref_min_score=-21.0, ref_max_score=1.0)
 
 
 # ----- the oracle: all seven methods once more, in float64, from the first state and the raw episodes
@@ -483,7 +483,7 @@ def test_files_of_all_kinds_give_the_same_frames_without_holding_an_episode(pong
 
 def test_frames_are_decoded_once_and_a_failure_leaves_nothing(datasets, monkeypatch):
     buffers = play(gym.make("test/Walk-v0"), 20, 9)
-    dataset, calls = store("test/growing-v0", buffers[:1], gym.make("test/Walk-v0"), jpeg_encoding=False), []
+    dataset, calls = store("test/growing-v0", buffers[:1], gym.make("test/Walk-v0")), []
     folder, original = dataset.storage.data_path.parent, ersac_atari.decode
 
     def count(frame):

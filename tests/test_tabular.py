@@ -5,19 +5,17 @@ import csv
 import functools
 import itertools
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, command_line, plain_worst_case, read_rows
 from scipy import stats
 
 import ersac_tabular as tables
 
 MDPS = {"MachineReplacement": tables.machine_replacement, "RiverSwim": tables.riverswim}
-SHORT = ("--total-updates", 30, "--eval-interval", 10)
 
 
 # ----- a whole run written anew, in loops over states, actions, critics and transitions. Of the script it has the
@@ -68,20 +66,6 @@ def plain_transitions(outcomes, behaviour, size, epsilon, reset_prob, seed):
         data.append((s, a, s_next))
         s = int(random_states[i]) if jump[i] < reset_prob else s_next
     return data
-
-
-def plain_worst(kind, points, p, upsilon):
-    """The q of the set around the points [N, A] with the lowest <p, q>; the ellipsoid's squared radius is the
-    ceil(upsilon N)-th smallest Mahalanobis distance."""
-    if kind == "box":
-        return points.min(0)
-    if kind == "hull":
-        return points[np.argmin([point @ p for point in points])]
-    mu, sigma = points.mean(0), np.cov(points.T, ddof=0)
-    ridge = 1e-12 * np.trace(sigma) / len(mu) * np.eye(len(mu))
-    distances = sorted((x - mu) @ np.linalg.solve(sigma + ridge, x - mu) for x in points)
-    radius_squared = distances[math.ceil(round(upsilon * len(points), 6)) - 1]
-    return mu - math.sqrt(radius_squared) * sigma @ p / math.sqrt(p @ sigma @ p)
 
 
 def plain_entropy(p):
@@ -142,7 +126,7 @@ def plain_run(setting):
         # targets at the next states, from the target tables: the worst case for all critics, or each its own
         pi = softmax()
         if f.targets == "shared":
-            q_next = [[plain_worst(kind, target[:, s], pi[s], upsilon) for s in range(S)]] * N
+            q_next = [[plain_worst_case(kind, target[:, s], pi[s], upsilon) for s in range(S)]] * N
         else:
             q_next = target
         value = [[pi[s] @ q_next[i][s] + alpha * plain_entropy(pi[s]) for s in range(S)] for i in range(N)]
@@ -158,7 +142,7 @@ def plain_run(setting):
                     q[i, s, a] += f.q_lr * (mean - q[i, s, a])
 
         # actor: gradient of -(<pi, q*> + alpha H) through the softmax, weighted by the states' share; Adam by hand
-        q_star = [plain_worst(kind, q[:, s], pi[s], upsilon) for s in range(S)]
+        q_star = [plain_worst_case(kind, q[:, s], pi[s], upsilon) for s in range(S)]
         gradient = np.zeros((S, A))
         for s, a, b in itertools.product(range(S), range(A), range(A)):  # d loss / d pi_b, d pi_b / d logit_a
             slope = -(q_star[s][b] - alpha * (math.log(pi[s, b]) + 1))
@@ -224,21 +208,6 @@ SETTINGS = {
     "ellipsoid, 0.28 * 25 is above 7": ELLIPSOID | WEAR | dict(upsilon=0.28, num_critics=25, prior=None),
 }
 SETTINGS = {name: BASE | own for name, own in SETTINGS.items()}
-
-
-def command_line(flags):
-    words = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            words += [f"--{name}", *(value if isinstance(value, tuple) else [value])]
-    return words
-
-
-def read_rows(folder):
-    with open(folder / "metrics.csv", newline="") as f:
-        return [{name: float(x) for name, x in row.items()} for row in csv.DictReader(f)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -399,21 +368,6 @@ def test_target_and_actor_loss_by_hand():
 
 
 # ----- the script
-def test_run_folder(run, load, tmp_path, monkeypatch):
-    monkeypatch.setattr("time.time", itertools.count(1234.5).__next__)
-    flags = (*SHORT, "--seed", 2, "--exp-name", "../../other", "--output-dir", tmp_path / "a" / "b")
-    done = run("ersac_tabular", *flags)
-    (folder,) = tmp_path.glob("a/b/*")
-    assert done.code == 0 and done.folders == [] and str(folder) in done.out
-    assert folder.name == "RiverSwim__other__2__1234500"  # --exp-name does not lead out of the folder
-    assert {path.name for path in folder.iterdir()} == {"args.json", "metrics.csv", "checkpoint.pt", "result.json"}
-    assert [line.split(",")[0] for line in load(folder).metrics] == ["update", "10", "20", "30"]
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr("time.time", lambda: 1234.5)
-    assert "exists" in run("ersac_tabular", *flags).err  # and is left alone
-    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_defaults_are_the_documented_settings():
     documented = dict(env_id="RiverSwim", dataset_size=10, expectile_tau=0.5, epsilon=0.1, reset_prob=0.1, seed=1)
     documented |= dict(targets="shared", uncertainty_set="ellipsoid", upsilon=0.9, num_critics=100, bootstrap=True)
@@ -431,42 +385,11 @@ def test_the_ends_of_what_is_allowed(run, load, probability):
     assert all(math.isfinite(x) for x in result.values() if isinstance(x, float))
 
 
-BAD = """--upsilon 0; --upsilon 1.01; --upsilon nan; --expectile-tau 0; --expectile-tau 1; --gamma 1; --gamma -0.1
---epsilon 2; --epsilon -0.1; --reset-prob 2; --polyak 2; --alpha -1; --alpha inf; --q-lr 1.5; --policy-lr nan
---prior 5 1; --prior nan 1; --prior 0 inf; --dataset-size 0; --num-critics 0; --total-updates 0; --eval-interval 0
---seed -1; --total-updates many; --env-id FrozenLake-v1; --uncertainty-set ball; --targets his; --no-such-flag 1
---output-dir /proc/nowhere"""
-
-
-@pytest.mark.parametrize("arguments", BAD.replace("\n", "; ").split("; "))
-def test_bad_input_ends_in_one_clear_line(run, tmp_path, arguments):
-    done = run("ersac_tabular", *arguments.split())
-    assert arguments.split()[0] in done.err and "Traceback" not in done.err
-    lines = done.err.strip().splitlines()
-    assert done.code == 2 or done.code == 1 and len(lines) == 1 and lines[0].endswith("."), done.err  # 2: tyro's box
-    assert list(tmp_path.glob("**/*.json")) == []
-
-
-def test_wandb_gets_what_the_run_folder_gets(run, load, monkeypatch):
-    told = SimpleNamespace(rows=[], summary={})
-    stand_in = SimpleNamespace(run=told, log=lambda row, step: told.rows.append(row | {"update": step}))
-    stand_in.init = lambda **named: told.__dict__.update(named)
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    own = ("--wandb-project-name", "mine", "--wandb-entity", "me", "--uncertainty-set", "hull", "--track", "--seed", 3)
-    (folder,) = run("ersac_tabular", *SHORT, *own).folders
-    got = load(folder)
-    assert (told.project, told.entity, told.name, told.save_code) == ("mine", "me", folder.name, True)
-    assert told.group == "RiverSwim tau 0.5 x 10 CH-N"  # without the seed: a group averages over seeds
-    assert told.config | {"prior": list(told.config["prior"])} == got.args and told.summary == got.result
-    for row, stored in zip(told.rows, read_rows(folder), strict=True):
-        assert stored == pytest.approx(row, rel=1e-9)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["box --upsilon 0.9", "hull --upsilon 0.9", "ellipsoid --upsilon 1.0"])
 def test_committed_rows_are_made_again(run, load, flags):
     arguments = f"--env-id RiverSwim --dataset-size 10 --expectile-tau 0.1 --uncertainty-set {flags}"
-    path = Path(__file__).resolve().parents[1] / "docs" / "benchmark" / "tabular_paper.csv"
+    path = ROOT / "docs" / "benchmark" / "tables.csv"
     rows = {(row["arguments"], row["seed"]): row for row in csv.DictReader(path.read_text().splitlines())}
     row = rows[arguments, "100"]
     result = load(run("ersac_tabular", *arguments.split(), "--seed", 100).folders[0]).result
