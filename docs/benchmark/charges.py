@@ -8,7 +8,6 @@ much the critics' errors at two actions go together (their correlation). Writes 
 
 import csv
 import itertools
-import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -33,17 +32,16 @@ class Args:
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     sets = {"box": worst_case_box, "hull": worst_case_hull}
-    sets |= {f"ellipsoid_{u}": partial(worst_case_ellipsoid, upsilon=u) for u in (1.0, 0.9, 0.5)}
+    sets |= {f"ellipsoid, υ = {u}": partial(worst_case_ellipsoid, upsilon=u) for u in (1, 0.9, 0.5)}
     torch.manual_seed(0)
-    with open(args.out + ".tmp", "w", newline="") as f:
-        writer = csv.writer(f)
-        writer.writerow(["num_actions", "correlation", "policy", "num_critics", *sets])
-        for A, rho, policy, N in itertools.product((2, 4, 18), (0.0, 0.9), ("deterministic", "uniform"), (10, 100)):
-            shared, own = torch.randn(N, args.states, 1).double(), torch.randn(N, args.states, A).double()
-            q = rho**0.5 * shared + (1 - rho) ** 0.5 * own  # [N, B, A], correlation rho between actions
-            pi = torch.eye(A).double()[0] if policy == "deterministic" else torch.full((A,), 1 / A).double()
-            pi = pi.expand(args.states, A)
-            std = (rho + (1 - rho) * (pi[0] ** 2).sum()).sqrt()  # of <pi, q>
-            charges = [(pi * (q.mean(0) - worst_case(q, pi))).sum(-1).mean() / std for worst_case in sets.values()]
-            writer.writerow([A, rho, policy, N, *(f"{charge:.3f}" for charge in charges)])
-    os.replace(args.out + ".tmp", args.out)
+    rows = [["actions", "policy", "ρ", "N", *sets]]
+    for A, rho, policy, N in itertools.product((2, 4, 18), (0.0, 0.9), ("deterministic", "uniform"), (10, 100)):
+        shared, own = torch.randn(N, args.states, 1).double(), torch.randn(N, args.states, A).double()
+        q = rho**0.5 * shared + (1 - rho) ** 0.5 * own  # [N, B, A], correlation rho between actions
+        pi = torch.eye(A).double()[0] if policy == "deterministic" else torch.full((A,), 1 / A).double()
+        pi = pi.expand(args.states, A)
+        std = (rho + (1 - rho) * (pi[0] ** 2).sum()).sqrt()  # of <pi, q>
+        charges = [(pi * (q.mean(0) - worst_case(q, pi))).sum(-1).mean() / std for worst_case in sets.values()]
+        rows.append([A, policy, rho, N, *(f"{charge:.1f}" for charge in charges)])
+    with open(args.out, "w", newline="") as f:
+        csv.writer(f, lineterminator="\n").writerows(rows)

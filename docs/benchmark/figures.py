@@ -3,10 +3,10 @@
     python docs/benchmark/figures.py                 every figure
     python docs/benchmark/figures.py --only sets     one of them
 
-Run folders that a figure needs are made in runs/figures if they are not there: seconds each, same seed, same picture.
+Run folders and data that a figure needs are made in runs/figures if they are not there: same seed, same picture.
 """
 
-import csv
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,27 +16,37 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import minari
 import numpy as np
 import torch
 import tyro
 from matplotlib.animation import FuncAnimation, PillowWriter
 from scipy.spatial import ConvexHull
-from scipy.stats import chi2, norm, t
+from scipy.stats import chi2, norm
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "docs" / "benchmark"))
-from report import by_upsilon, grid_column, grid_flags, load, per_seed  # noqa: E402
+CSVS = ROOT / "docs" / "benchmark"
+sys.path[:0] = [str(ROOT), str(CSVS)]
+from calibration import radius_squared  # noqa: E402
+from report import by_seed, half_width, labelled, load, main_scores, per_seed  # noqa: E402
 
-import ersac_tabular as tabular  # noqa: E402
 from ersac_epinet import worst_case_gaussian, worst_case_gaussian_box  # noqa: E402
-from ersac_tabular import center, ellipsoid_radius, worst_case_box, worst_case_ellipsoid, worst_case_hull  # noqa: E402
+from ersac_tabular import (  # noqa: E402
+    collect,
+    expectile_value_iteration,
+    machine_replacement,
+    riverswim,
+    worst_case_box,
+    worst_case_ellipsoid,
+    worst_case_hull,
+)
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"  # colour-blind safe
 SETS = {"box": (GREEN, "box (SAC-N)"), "hull": (BLUE, "convex hull"), "ellipsoid": (ORANGE, "ellipsoid, υ = 0.9")}
-METHODS = {"SAC-N": (GREEN, "s"), "CH-N": (BLUE, "^"), "Ell_0.9-N": (ORANGE, "o"), "Ell-Epi": ("#56B4E9", "v")}
-METHODS |= {"Ell-Epi*": (PURPLE, "D"), "BC": ("black", "x")}
+METHODS = {"SAC-N": (GREEN, "s"), "CH-N": (BLUE, "^"), "Ell_0.9-N": (ORANGE, "o"), "Ell-Epi*": (PURPLE, "D")}
+METHODS |= {"Ell-Epi*-own": ("#56B4E9", "v"), "BC": ("black", "x")}
 TAUS = {0.1: (ORANGE, "τ = 0.1, risk-seeking"), 0.5: (GREY, "τ = 0.5, neutral"), 0.9: (BLUE, "τ = 0.9, risk-averse")}
+TARGETS = {"own": (BLUE, "own targets"), "shared": (ORANGE, "shared targets, the paper's form")}
 plt.rcParams.update({"figure.dpi": 160, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.constrained_layout.use": True})
 
@@ -44,27 +54,21 @@ plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.c
 @dataclass
 class Args:
     only: str | None = None
-    """one figure: visitation, sets, curves, upsilon, critics, epinet, idea, learning, grid, entropy, soak, gym_upsilon,
-    schedules, atari, calibration, hedging, targets, budget, growth or valley; None makes them all"""
+    """one figure by its function's name; None makes them all"""
     out: str = str(ROOT / "docs" / "figures")
     """folder for the pictures"""
     runs: str = str(ROOT / "runs" / "figures")
-    """folder for the run folders that the pictures need"""
+    """folder for the run folders and data that the pictures need"""
 
 
-def run_folder(runs, name, seed, *flags):
-    """The finished run folder of the experiment `name` and a seed, made by ersac_tabular.py if it is missing."""
-    finished = f"*__{name}__{seed}__*/result.json"
+def run_folder(runs, updates):
+    """The run of ersac_tabular.py after so many updates, made if it is missing."""
+    finished = f"*__sets-{updates}__100__*/result.json"
     if not list(Path(runs).glob(finished)):
-        command = [sys.executable, ROOT / "ersac_tabular.py", "--exp-name", name, "--seed", seed, "--output-dir", runs]
-        subprocess.run(list(map(str, (*command, *flags))), check=True)
+        flags = f"--exp-name sets-{updates} --seed 100 --env-id MachineReplacement --total-updates {updates}"
+        command = [sys.executable, str(ROOT / "ersac_tabular.py"), *flags.split(), "--output-dir", runs]
+        subprocess.run(command, check=True)
     return sorted(Path(runs).glob(finished))[0].parent
-
-
-def metrics(folder):
-    with open(folder / "metrics.csv", newline="") as f:
-        rows = list(csv.DictReader(f))
-    return {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
 
 
 def visitation(args):
@@ -72,11 +76,11 @@ def visitation(args):
     fig, axes = plt.subplots(2, 2, figsize=(7.5, 4.2), sharex="col")
     for column, env in enumerate(("MachineReplacement", "RiverSwim")):
         for i, (tau, (colour, label)) in enumerate(TAUS.items()):
-            P, R = tabular.riverswim() if env == "RiverSwim" else tabular.machine_replacement()
-            behaviour = tabular.expectile_value_iteration(P, R, tau, 0.9).argmax(-1)  # [S]
+            P, R = riverswim() if env == "RiverSwim" else machine_replacement()
+            behaviour = expectile_value_iteration(P, R, tau, 0.9).argmax(-1)  # [S]
             visits = np.zeros_like(P)  # of the ten data sets of 1000x, [S, A, S]
             for seed in range(100, 110):
-                visits += tabular.collect(P, behaviour, 1000 * len(P), 0.1, 0.1, np.random.default_rng([seed, 0]))
+                visits += collect(P, behaviour, 1000 * len(P), 0.1, 0.1, np.random.default_rng([seed, 0]))
             share = visits.sum(-1) / visits.sum()  # [S, A]
             states = np.arange(1, len(share) + 1)
             axes[0, column].bar(states + 0.28 * (i - 1), share.sum(-1), 0.28, color=colour, label=label)
@@ -98,10 +102,11 @@ def draw_outlines(ax, q, upsilon=0.9):
     ax.plot(*np.array([low, (high[0], low[1]), high, (low[0], high[1]), low]).T, color=GREEN, lw=1.2)
     corners = points[ConvexHull(points).vertices]
     ax.plot(*np.vstack([corners, corners[:1]]).T, color=BLUE, lw=1.2)
-    mu, d = center(q[:, None])  # [1, 2], [1, 2, N]
+    mu = q.mean(0)
+    factor = torch.linalg.cholesky((q - mu).T @ (q - mu) / len(q))
     angle = torch.linspace(0, 2 * torch.pi, 200, dtype=q.dtype)
-    factor = torch.linalg.cholesky(d[0] @ d[0].T / len(q))
-    ring = mu + ellipsoid_radius(d, upsilon) * torch.stack([angle.cos(), angle.sin()], -1) @ factor.T
+    circle = torch.stack([angle.cos(), angle.sin()], -1)  # [200, 2]
+    ring = mu + radius_squared(q[:, None], upsilon).sqrt() * circle @ factor.T
     ax.plot(*ring.T, color=ORANGE, lw=1.2)
 
 
@@ -145,22 +150,16 @@ def idea(args):
     fig.savefig(f"{args.out}/idea.png")
 
 
-def draw_sets(ax, q):
-    """Outlines, and q* of each set as pi goes from action 0 to action 1."""
-    draw_outlines(ax, q)
-    for kind, q_star in worst_cases(q)[1].items():
-        ax.plot(*q_star.T, "x", color=SETS[kind][0], ms=6, mew=1.6, zorder=3, label=f"{SETS[kind][1]}: q*")
-
-
 def sets(args):
     """Box, hull and ellipsoid at three states, early and late in training, with the worst case as the policy varies."""
     fig, axes = plt.subplots(2, 3, figsize=(7.5, 5.0))
     for row, updates in enumerate((1, 1000)):
-        flags = ("--env-id", "MachineReplacement", "--total-updates", updates)
-        folder = run_folder(args.runs, f"sets-{updates}", 100, *flags)
-        checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+        checkpoint = torch.load(run_folder(args.runs, updates) / "checkpoint.pt", weights_only=True)
         for ax, state in zip(axes[row], (0, 4, 9)):
-            draw_sets(ax, checkpoint["q"][:, state])
+            q = checkpoint["q"][:, state]  # [N, A]
+            draw_outlines(ax, q)
+            for kind, q_star in worst_cases(q)[1].items():
+                ax.plot(*q_star.T, "x", color=SETS[kind][0], ms=6, mew=1.6, zorder=3, label=f"{SETS[kind][1]}: q*")
             n = checkpoint["visits"].sum(-1)[state].int().tolist()
             ax.set_title(f"state {state + 1}, update {updates}\nseen: run {n[0]}×, replace {n[1]}×", fontsize=8)
             ax.set_xlabel("Q(s, run)", fontsize=8)
@@ -170,99 +169,32 @@ def sets(args):
     fig.savefig(f"{args.out}/tabular_sets.png")
 
 
-def curves(args):
-    """Return and policy entropy during training, mean and standard error over ten seeds."""
-    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8))
-    for kind, (colour, label) in SETS.items():
-        flags = ("--uncertainty-set", kind, "--expectile-tau", 0.1)
-        runs = [metrics(run_folder(args.runs, f"curves-{kind}", seed, *flags)) for seed in range(100, 110)]
-        for ax, name in zip(axes, ("eval/normalized_return", "charts/policy_entropy")):
-            y = np.stack([run[name] for run in runs])
-            mean, error = y.mean(0), y.std(0, ddof=1) / np.sqrt(len(y))
-            ax.plot(runs[0]["update"], mean, color=colour, label=label, lw=1.5)
-            ax.fill_between(runs[0]["update"], mean - error, mean + error, color=colour, alpha=0.2, lw=0)
-    for ax, title in zip(
-        axes, ("normalised return of the greedy policy", "policy entropy on the data's states (nats)")
-    ):
-        ax.set_title(title, fontsize=9)
-        ax.set_xlabel("update")
-    axes[1].set_yscale("log")
-    axes[0].legend(fontsize=8, loc="lower right", ncols=3, columnspacing=1, handlelength=1)
-    fig.savefig(f"{args.out}/tabular_curves.png")
-
-
-def upsilon(args):
-    """Return, lower-bound rate and coverage against upsilon at 10x; 0.9 and 1.0 are in the paper's grid."""
-    rows = []
-    for name in ("tabular_upsilon.csv", "tabular_paper.csv"):
-        with open(ROOT / "docs" / "benchmark" / name, newline="") as f:
-            rows += [r for r in csv.DictReader(f) if (r["dataset_size"], r["uncertainty_set"]) == ("10", "ellipsoid")]
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.7), sharex=True)
-    names = {"normalized_return": "normalised return", "lower_bound_rate": "states with ⟨π, q*⟩ ≤ true value"}
-    names |= {"coverage_rate": "states with true Q inside the set"}
-    for ax, (name, title) in zip(axes, names.items()):
-        for env, colour in (("MachineReplacement", PURPLE), ("RiverSwim", BLUE)):
-            levels = sorted({float(row["upsilon"]) for row in rows})
-            per_seed = {
-                (level, seed): np.mean(
-                    [
-                        float(r[name])
-                        for r in rows
-                        if (r["env_id"], float(r["upsilon"]), r["seed"]) == (env, level, seed)
-                    ]
-                )
-                for level in levels
-                for seed in sorted({r["seed"] for r in rows})
-            }  # mean over the three taus
-            y = np.array([[v for (level, _), v in per_seed.items() if level == l] for l in levels])  # [levels, seeds]
-            error = y.std(-1, ddof=1) / np.sqrt(y.shape[-1])
-            ax.errorbar(levels, y.mean(-1), error, color=colour, marker="o", ms=3, lw=1.2, label=env)
-        ax.set_title(title, fontsize=8.5)
-        ax.set_xlabel("υ, share of critics in the ellipsoid", fontsize=8)
-    axes[1].plot([0, 1], [1, 1], ":", color=GREY, lw=1)
-    axes[2].plot([0, 1], [0, 1], ":", color=GREY, lw=1, label="coverage = υ")
-    for ax in axes[1:]:
-        ax.set_ylim(-0.05, 1.05)
-    axes[2].legend(fontsize=7)
-    fig.savefig(f"{args.out}/tabular_upsilon.png")
-
-
-def read(name):
-    """Columns of a committed CSV."""
-    with open(ROOT / "docs" / "benchmark" / name, newline="") as f:
-        rows = list(csv.DictReader(f))
-    return {key: np.array([float(row[key]) for row in rows]) for key in rows[0]}
-
-
 def epinet(args):
-    """What the Epinet knows of its ignorance, from epinet_toy.py: spread against data points, and along a line."""
+    """What the Epinet knows of its ignorance, from epinet_toy.py: spread against data points, and along a line. Linear
+    heads, and general ones dashed."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 2.9))
-    data = read("epinet_std.csv")
-    counts = np.unique(data["n"])
-    for name, colour, label in (
-        ("seen", BLUE, "the pair that was tried n times"),
-        ("other_action", ORANGE, "the same state, other action"),
-        ("far_state", PURPLE, "a state far away"),
-    ):
-        y = np.stack([data[name][data["n"] == n] for n in counts])  # [counts, seeds]
-        left.plot(counts, y.mean(1), "o-", ms=3, lw=1.2, color=colour, label=label)
-        left.fill_between(counts, y.min(1), y.max(1), color=colour, alpha=0.15, lw=0)
+
+    def draw(ax, rows, x, names):
+        rows = [{"heads": "linear"} | r for r in rows]
+        points = np.array(sorted({r[x] for r in rows}))
+        for (name, label), colour in zip(names.items(), (BLUE, ORANGE, PURPLE)):
+            for heads in dict.fromkeys(r["heads"] for r in rows):
+                style = "-" if heads == "linear" else "--"
+                y = [per_seed(rows, name, heads=heads, **{x: point}).mean() for point in points]
+                ax.plot(points, y, style, lw=1.2, color=colour, label=label if heads == "linear" else None)
+        return points
+
+    names = {"seen": "the pair that was tried n times", "other_action": "the same state, other action"}
+    counts = draw(left, load(CSVS / "epinet_std.csv"), "n", names | {"far_state": "a state far away"})
     left.plot(counts, counts**-0.5, ":", color="black", lw=1, label="theory: 1/√n")
     left.set(xscale="log", yscale="log", xlabel="data points n", ylabel="standard deviation of q")
-    left.legend(fontsize=7)
-    data = read("epinet_line.csv")
-    x = np.unique(data["x"])
-    for name, colour, label in (
-        ("seen_action", BLUE, "action in the data"),
-        ("other_action", ORANGE, "other action"),
-        ("before", GREY, "before any data"),
-    ):
-        y = np.stack([data[name][data["x"] == v] for v in x])  # [states, seeds]
-        right.plot(x, y.mean(1), lw=1.2, color=colour, label=label)
+    names = {"seen_action": "action in the data", "other_action": "other action", "before": "before any data"}
+    draw(right, load(CSVS / "epinet_line.csv"), "x", names)
     for low, high, text in ((-2, -1, "1000"), (0.2, 0.6, "10")):
         right.axvspan(low, high, color="black", alpha=0.07, lw=0)
         right.text((low + high) / 2, 1.7, text, ha="center", fontsize=7)
     right.set(xlabel="state (shaded: number of data points)", ylim=(0, 1.8))
+    left.legend(fontsize=7)
     right.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.77))
     fig.savefig(f"{args.out}/epinet_std.png")
 
@@ -270,15 +202,11 @@ def epinet(args):
 def learning(args):
     """LunarLander: return, spread and value of the Epinet's front-door run beside the paper's form of the ensemble."""
     fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.6))
-    for name, colour, label in (
-        ("lunarlander_epinet.csv", BLUE, "Epinet"),
-        ("lunarlander_ensemble.csv", ORANGE, "ten critics"),
-    ):
-        run = read(name)
-        axes[0].plot(run["update"], run["eval/return"], color=colour, lw=1.3, label=label)
-        axes[1].plot(run["update"], run["charts/std_data_actions"], color=colour, lw=1.3)
-        axes[1].plot(run["update"], run["charts/std_other_actions"], "--", color=colour, lw=1.3)
-        axes[2].plot(run["update"], run["charts/q_minus_return"], color=colour, lw=1.3)
+    for name, colour, label in (("epinet", BLUE, "Epinet"), ("ensemble", ORANGE, "ten critics")):
+        rows = load(CSVS / f"lunarlander_{name}.csv")
+        columns = ("eval/return", "charts/std_data_actions", "charts/q_minus_return", "charts/std_other_actions")
+        for ax, column, style in zip((*axes, axes[1]), columns, ("-", "-", "-", "--")):
+            ax.plot([r["update"] for r in rows], [r[column] for r in rows], style, color=colour, lw=1.3, label=label)
     titles = ("return of the greedy policy", "spread at data (–) and other (- -) actions", "value − observed return")
     for ax, title in zip(axes, titles):
         ax.set_title(title, fontsize=8)
@@ -290,36 +218,21 @@ def learning(args):
     fig.savefig(f"{args.out}/lunarlander_learning.png")
 
 
-def soak(args):
-    """Memory and speed of an hour's run, from soak.py."""
-    run = read("soak.csv")
-    fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 2.3))
-    left.plot(run["seconds"] / 60, run["rss_mb"], color=BLUE, lw=1.3)
-    left.set(ylim=(0, 1.2 * run["rss_mb"].max()), xlabel="minutes", title="resident memory, MB")
-    step = 10  # rows, five minutes
-    speed = (run["update"][step:] - run["update"][:-step]) / (run["cpu_seconds"][step:] - run["cpu_seconds"][:-step])
-    right.plot(run["seconds"][step:] / 60, speed, color=BLUE, lw=1.3)
-    right.set(ylim=(0, 1.2 * speed.max()), xlabel="minutes", title="updates per second of processor time")
-    fig.savefig(f"{args.out}/soak.png")
-
-
 def atari(args):
     """Greedy return while learning from recorded images: every seed, a panel per method, and the clone's mean."""
-    runs = load(ROOT / "docs" / "benchmark" / "atari.csv")
-    with open(ROOT / "docs" / "benchmark" / "atari_curves.csv", newline="") as f:
-        curves = list(csv.DictReader(f))
+    runs = [r for r in load(CSVS / "pixels.csv") if r["seed"] >= 100]
+    curves = load(CSVS / "pixels_curves.csv")
     game = runs[0]["dataset_id"]  # the first game of the sweep is the one with all seeds
     runs = [r for r in runs if r["dataset_id"] == game and not r["flags"]]
-    methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m != "BC-pixels"]
+    methods = [m for m in dict.fromkeys(r["method"] for r in runs) if not m.startswith("BC")]
     clone = np.mean([r["eval_return_mean"] for r in runs if r["method"] == "BC-pixels"])
     fig, axes = plt.subplots(1, len(methods), figsize=(2.6 * len(methods), 2.8), sharey=True, squeeze=False)
     for ax, method in zip(axes[0], methods):
         seeds = sorted({r["seed"] for r in runs if r["method"] == method})
         for seed, colour in zip(seeds, (BLUE, ORANGE, GREEN)):
-            mine = [r for r in curves if r["method"] == method and r["seed"] == str(seed) and not r["flags"]]
-            mine = [r for r in mine if r["dataset_id"] == game]
-            x = [int(r["update"]) for r in mine]
-            y = [float(r["eval/return"]) for r in mine]
+            mine = [r for r in curves if (r["method"], r["seed"], r["dataset_id"]) == (method, seed, game)]
+            x = [r["update"] for r in mine if not r["flags"]]
+            y = [r["eval/return"] for r in mine if not r["flags"]]
             ax.plot(x, y, "o-", ms=2.5, lw=1.1, color=colour, label=f"seed {seed}")
             (last,) = [r["eval_return_mean"] for r in runs if r["method"] == method and r["seed"] == seed]
             ax.plot([x[-1] * 1.07], [last], "D", ms=5, color=colour)
@@ -334,17 +247,15 @@ def atari(args):
 
 def grid(args):
     """LunarLander, last policy: against the size of the data by risk level, and on data of mixed quality."""
-    rows = load(ROOT / "docs" / "benchmark" / "grid.csv")
-    methods = {name: style for name, style in METHODS.items() if name not in ("Ell-Epi", "BC")}
-    methods |= {"Ell-Epi*-own": ("#56B4E9", "v"), "BC": METHODS["BC"]}
+    rows = labelled(load(CSVS / "networks.csv"))
     fig, axes = plt.subplots(1, 4, figsize=(9.5, 3.1), sharey=True, width_ratios=(3, 3, 3, 2))
-    for i, (method, (colour, marker)) in enumerate(methods.items()):
+    for i, (method, (colour, marker)) in enumerate(METHODS.items()):
         faint = dict(color=colour, marker=marker, ms=3, alpha=0.4, mew=0.8, ls="none")
         for ax, tau in zip(axes, (0.1, 0.5, 0.9)):
             shift = 1.09 ** (i - 2.5)
             points = []
             for size in (1000, 10_000, 100_000):
-                y = list(grid_column(rows, ("LunarLander-v3", f"{size:,}", tau), method).values())
+                y = list(by_seed(rows, ("LunarLander-v3", f"{size:,}", tau), method).values())
                 ax.plot([size * shift] * len(y), y, **faint)
                 if y:
                     points.append((size * shift, np.mean(y)))
@@ -353,15 +264,15 @@ def grid(args):
                 ax.plot(*zip(*points), color=colour, lw=1.2, marker=marker, ms=4.5, ls=style)
             ax.set(xscale="log", xlim=(600, 170_000), xlabel="transitions")
             ax.set_title(f"{TAUS[tau][1].split(', ')[1]} data", fontsize=8.5)
-        y = list(grid_column(rows, ("LunarLander-v3", "100,000, mixed", 0.5), method).values())
+        y = list(by_seed(rows, ("LunarLander-v3", "100,000, mixed", 0.5), method).values())
         axes[3].plot([i] * len(y), y, **faint)
         if y:
             axes[3].plot([i], [np.mean(y)], marker, color=colour, ms=6)
     axes[3].set_title("100,000 of mixed quality", fontsize=8.5)
-    axes[3].set(xticks=[], xlim=(-0.7, len(methods) - 0.3))
+    axes[3].set(xticks=[], xlim=(-0.7, len(METHODS) - 0.3))
     axes[0].set_ylabel("normalised return")
-    handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in methods.values()]
-    fig.legend(handles, methods, loc="outside lower center", ncols=len(methods), fontsize=8)
+    handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in METHODS.values()]
+    fig.legend(handles, METHODS, loc="outside lower center", ncols=len(METHODS), fontsize=8)
     for ax in axes:
         ax.axhline(100, color=GREY, lw=0.8, ls=":")
         ax.axhline(0, color=GREY, lw=0.8, ls=":")
@@ -369,110 +280,11 @@ def grid(args):
     fig.savefig(f"{args.out}/grid.png")
 
 
-def mean_and_range(ax, rows, column, colour, label):
-    """A column of the learning curves against the update: mean over the seeds, shaded from lowest to highest."""
-    updates = sorted({r["update"] for r in rows})
-    y = [[r[column] for r in rows if r["update"] == u] for u in updates]
-    ax.plot(updates, [np.mean(x) for x in y], color=colour, lw=1.3, label=label)
-    ax.fill_between(updates, [min(x) for x in y], [max(x) for x in y], color=colour, alpha=0.15, lw=0)
-
-
-def entropy(args):
-    """Policy entropy in training on LunarLander: one alpha, little and much data; and one target entropy."""
-    rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
-    panels = {
-        "LunarLander, 1000, α = 0.003": ("ersac/lunarlander/tau50-1k-v0", None),
-        "LunarLander, 100,000, α = 0.003": ("ersac/lunarlander/tau50-100k-v0", None),
-        "LunarLander, 100,000, α learned": ("ersac/lunarlander/tau50-100k-v0", "--autotune --total-updates 10000"),
-    }
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.8))
-    for ax, (title, (data, flags)) in zip(axes, panels.items()):
-        size = int(data.split("-")[-2].removesuffix("k")) * 1000
-        for method, (colour, _) in METHODS.items():
-            usual = grid_flags({"method": method, "env_id": "LunarLander-v3", "dataset_size": size})
-            chosen = [r for r in rows if (r["method"], r["dataset_id"]) == (method, data)]
-            chosen = [r for r in chosen if r["flags"] == (usual if flags is None else flags) and r["seed"] >= 100]
-            if chosen:
-                mean_and_range(ax, chosen, "charts/policy_entropy", colour, method)
-        if flags:
-            ax.axhline(0.3 * np.log(4), color=GREY, lw=0.8, ls=":")
-        ax.set_title(title, fontsize=8.5)
-        ax.set_xlabel("update", fontsize=8)
-        ax.tick_params(labelsize=7)
-        ax.set_ylim(0, None)
-    axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])  # room for the legend
-    axes[0].set_ylabel("policy entropy, nats")
-    axes[0].legend(fontsize=7, loc="upper right", ncols=2, columnspacing=1, handlelength=1)
-    fig.savefig(f"{args.out}/gym_entropy.png")
-
-
-def schedules(args):
-    """LunarLander with 1000 transitions: return while learning with half the updates and with all of them."""
-    rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
-    rows = [r for r in rows if r["dataset_id"] == "ersac/lunarlander/tau50-1k-v0" and r["seed"] >= 100]
-    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True, width_ratios=(1, 2))
-    for ax, flags, title in ((axes[0], "--total-updates 10000", "10,000 updates"), (axes[1], "", "20,000 updates")):
-        for method in ("SAC-N", "CH-N", "Ell_0.9-N"):
-            colour, _ = METHODS[method]
-            chosen = [r for r in rows if (r["method"], r["flags"]) == (method, flags)]
-            mean_and_range(ax, chosen, "eval/return", colour, method)
-        ax.set(title=f"{title}, step sizes fall to 0", xlabel="update")
-        ax.xaxis.set_major_locator(plt.MultipleLocator(5000))
-        ax.title.set_fontsize(8.5)
-    axes[0].set_ylabel("return, ten episodes")
-    axes[1].legend(fontsize=7, loc="lower right")
-    fig.savefig(f"{args.out}/gym_schedules.png")
-
-
-def critics(args):
-    """Return against the number of critics at 10x; 100 are in the paper's grid. Mean over the three taus."""
-    fewer = load(ROOT / "docs" / "benchmark" / "tabular_critics.csv")
-    rows = [r | {"N": int(r["arguments"].split()[-1])} for r in fewer]
-    paper = load(ROOT / "docs" / "benchmark" / "tabular_paper.csv")
-    rows += [r | {"N": 100} for r in paper if r["dataset_size"] == 10]
-    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8))
-    names = {"SAC-N": GREEN, "CH-N": BLUE, "Ell-N": PURPLE, "Ell_0.9-N": ORANGE}
-    for ax, env in zip(axes, ("MachineReplacement", "RiverSwim")):
-        for i, (method, colour) in enumerate(names.items()):
-            counts = np.array(sorted({r["N"] for r in rows}))
-            y = np.stack([per_seed(rows, "normalized_return", env_id=env, method=method, N=n) for n in counts])
-            error = y.std(1, ddof=1) / np.sqrt(y.shape[1])
-            ax.errorbar(
-                counts * 1.03 ** (i - 1.5), y.mean(1), error, color=colour, marker="o", ms=3, lw=1.2, label=method
-            )
-        ax.set(xscale="log", xticks=counts, xticklabels=counts, xlabel="critics N", title=env)
-        ax.minorticks_off()
-    axes[0].set_ylabel("normalised return")
-    axes[1].legend(fontsize=7)
-    fig.savefig(f"{args.out}/tabular_critics.png")
-
-
-def gym_upsilon(args):
-    """LunarLander with 1000 neutral transitions: return against upsilon, every seed and their mean."""
-    rows = by_upsilon(load(ROOT / "docs" / "benchmark" / "gym.csv"))
-    fig, ax = plt.subplots(figsize=(5, 2.8))
-    for i, method in enumerate(dict.fromkeys(r["method"] for r in rows)):
-        colour, marker = METHODS[method]
-        values = np.array(sorted({r["upsilon"] for r in rows if r["method"] == method}))
-        y = [per_seed(rows, "normalized_return", method=method, upsilon=v) for v in values]
-        for value, seeds in zip(values, y):
-            ax.plot([value + 0.006 * i] * len(seeds), seeds, marker, color=colour, ms=3, alpha=0.4, mew=0.8, ls="none")
-        name, mean = method.replace("_0.9", ""), [seeds.mean() for seeds in y]
-        ax.plot(values + 0.006 * i, mean, color=colour, lw=1.2, marker=marker, ms=4.5, label=name)
-    ax.axhline(0, color=GREY, lw=0.8, ls=":")
-    ax.set(xlabel="share of the samples in the set, υ", ylabel="normalised return")
-    ax.legend(fontsize=7)
-    fig.savefig(f"{args.out}/gym_upsilon.png")
-
-
-TARGETS = {"own": (BLUE, "own targets"), "shared": (ORANGE, "shared targets, the paper's form")}
-
-
 def calibration(args):
     """RiverSwim: how often the ellipsoid holds the truth, and bounds it from below, against upsilon; 90 % intervals."""
-    learned = load(ROOT / "docs" / "benchmark" / "tabular_calibration.csv")
-    learned = [r | {"targets": "own" if "--targets own" in r["arguments"] else "shared"} for r in learned]
-    fixed = load(ROOT / "docs" / "benchmark" / "calibration.csv")
+    learned = [r for r in load(CSVS / "tables.csv") if r["study"] == "calibration"]
+    learned = [r | {"targets": "own" if r["method"].endswith("-own") else "shared"} for r in learned]
+    fixed = load(CSVS / "calibration.csv")
     fig, axes = plt.subplots(2, 3, figsize=(7.5, 4.8), sharex=True, sharey=True)
     columns = [(10, "10 transitions per state"), (100, "100 per state"), (1000, "1000 per state")]
     for column, (size, title) in enumerate(columns):
@@ -485,7 +297,7 @@ def calibration(args):
                 for row, name in enumerate(("coverage_rate", "lower_bound_rate")):
                     y = [per_seed(rows, name, upsilon=v, **where) for v in values]  # levels, each with its seeds
                     mean = np.array([x.mean() for x in y])
-                    half = np.array([interval(x) for x in y])
+                    half = np.array([half_width(x) for x in y])
                     axes[row, column].plot(values, mean, style, color=colour, lw=1.3, label=f"{label}, {policy}")
                     axes[row, column].fill_between(values, mean - half, mean + half, color=colour, alpha=0.12)
         levels = np.linspace(0.01, 0.999, 100)
@@ -497,12 +309,6 @@ def calibration(args):
     axes[1, 0].set_ylabel("share of states: ⟨π, q*⟩ ≤ value")
     fig.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5)
     fig.savefig(f"{args.out}/calibration.png")
-
-
-def interval(y):
-    """Half the width of a 90 % interval for the mean over the last axis."""
-    n = y.shape[-1]
-    return t.ppf(0.95, n - 1) * y.std(-1, ddof=1) / np.sqrt(n)
 
 
 def hedging(args):
@@ -531,103 +337,65 @@ def hedging(args):
     fig.savefig(f"{args.out}/hedging.png")
 
 
-def targets(args):
-    """LunarLander, 10,000 transitions: what the worst case promises and what the policy gets, in both forms."""
-    rows = load(ROOT / "docs" / "benchmark" / "grid_curves.csv")
-    rows = [r for r in rows if r["dataset_id"].startswith("ersac/lunarlander/tau50-10k-s") and not r["flags"]]
-    fig, axes = plt.subplots(1, 2, figsize=(7.5, 2.8))
-    for method, (colour, label) in zip(("Ell-Epi*-own", "Ell-Epi*"), TARGETS.values()):
-        chosen = [r for r in rows if r["method"] == method]
-        mean_and_range(axes[0], chosen, "charts/q_star_minus_return", colour, label)
-        mean_and_range(axes[1], chosen, "eval/return", colour, label)
-    axes[0].set_title("q* of the data's action − return that followed", fontsize=9)
-    axes[0].axhline(0, color=GREY, ls=":", lw=1)
-    axes[1].set_title("return of the greedy policy, ten episodes", fontsize=9)
-    axes[1].legend(fontsize=7.5, loc="lower right")
-    for ax in axes:
-        ax.set_xlabel("update")
-    fig.savefig(f"{args.out}/targets.png")
+def main_result(args):
+    """The main table: the score in the cell, coloured by the points behind the row's best. Five inches wide."""
+    labels, methods, scores = main_scores(labelled(load(CSVS / "networks.csv")))
+    behind = np.nanmax(scores, axis=1, keepdims=True) - scores
+    fig, ax = plt.subplots(figsize=(5, 0.9 + 0.23 * len(labels)), dpi=200)
+    colours = plt.get_cmap("YlOrRd").with_extremes(bad="white")
+    ax.imshow(np.ma.masked_invalid(behind), cmap=colours, vmin=0, vmax=80, aspect="auto")
+    for (i, j), score in np.ndenumerate(scores):
+        if np.isfinite(score):
+            style = {"color": "white" if behind[i, j] > 50 else "black", "ha": "center", "va": "center"}
+            best = "bold" if behind[i, j] < 0.5 else "normal"
+            ax.text(j, i, f"{score:.0f}".replace("-", "−"), fontsize=8, fontweight=best, **style)
+    names = {"Ell-Epi*-own": "Epinet, own\n(default)", "Ell_0.9-N-own": "ten critics,\nown", "BC": "cloning"}
+    names |= {"BC-top": "better half\ncloned", "CQL-untuned": "CQL,\nuntuned"}
+    ax.set_xticks(
+        range(len(methods)), [names.get(m, m) for m in methods], rotation=55, ha="left", rotation_mode="anchor"
+    )
+    ax.set_yticks(range(len(labels)), labels)
+    ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0, labelsize=7)
+    ax.set_xticks(np.arange(len(methods)) - 0.5, minor=True)
+    ax.set_yticks(np.arange(len(labels)) - 0.5, minor=True)
+    ax.grid(which="minor", color="white", lw=1.5)
+    ax.tick_params(which="minor", length=0)
+    ax.spines[:].set_visible(False)
+    fig.savefig(f"{args.out}/main_result.png")
 
 
-def valley(args):
-    """LunarLander, 100,000 transitions, the paper's form: values sink below the returns before the policy gets good."""
-    rows = load(ROOT / "docs" / "benchmark" / "gym_curves.csv")
-    rows = [r for r in rows if r["dataset_id"] == "ersac/lunarlander/tau50-100k-v0" and not r["flags"]]
-    rows = [r for r in rows if r["seed"] in (100, 101, 102)]
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.6))
-    columns = {
-        "eval/return": "return of the greedy policy",
-        "charts/q_minus_return": "value − observed return",
-        "charts/std_data_actions": "spread at data actions",
-    }
-    for ax, (column, title) in zip(axes, columns.items()):
-        for method in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi"):
-            chosen = [r for r in rows if r["method"] == method]
-            mean_and_range(ax, chosen, column, METHODS[method][0], method)
-        ax.set_title(title, fontsize=8)
-        ax.set_xlabel("update", fontsize=8)
-        ax.set_xticks([0, 10_000, 20_000])
-        ax.tick_params(labelsize=7)
-    axes[1].axhline(0, color=GREY, ls=":", lw=1)
-    axes[0].legend(fontsize=7, loc="lower right")
-    fig.savefig(f"{args.out}/valley.png")
+def alternating_episode(args):
+    """A LunarLander episode in which two policies take turns: its path, and its altitude, coloured by who acts."""
+    os.environ["MINARI_DATASETS_PATH"] = f"{args.runs}/minari"
+    os.makedirs(f"{args.runs}/minari", exist_ok=True)
+    dataset_id = "ersac/lunarlander/tau50-early50-switch05-3k-v0"
+    flags = "--env-id LunarLander-v3 --early-fraction 0.5 --switch-prob 0.05 --dataset-size 3000"
+    subprocess.run([sys.executable, str(ROOT / "gen_expectile_data.py"), *flags.split()], check=True)
+    episodes = list(minari.load_dataset(dataset_id).iterate_episodes())
+    landed = [e for e in episodes if e.terminations[-1] and e.rewards[-1] > 0]
+    episode = max(landed, key=lambda e: np.diff(e.infos["early"]).sum())  # the one with the most turns
+    early = episode.infos["early"][: len(episode.actions)]  # [T]
+    x, y = episode.observations[:-1, 0], episode.observations[:-1, 1]
+    fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True)
+    for acts, colour, label in ((False, BLUE, "good policy acts"), (True, ORANGE, "early policy acts")):
+        mine = np.where(early == acts, y, np.nan)
+        left.plot(np.where(early == acts, x, np.nan), mine, ".-", ms=3, lw=1.4, color=colour)
+        right.plot(np.arange(len(y)), mine, ".-", ms=3, lw=1.4, color=colour, label=label)
+    left.plot(0, 0, "^", color="black", ms=6)
+    left.set(xlabel="horizontal position (▲ the pad)", ylabel="altitude")
+    right.set(xlabel=f"step; return {episode.rewards.sum():.0f}")
+    right.legend(fontsize=8)
+    fig.savefig(f"{args.out}/alternating_episode.png")
 
 
-def budget(args):
-    """What k online episodes buy when choosing among the policies of the grid, from budget.py."""
-    rows = load(ROOT / "docs" / "benchmark" / "budget.csv")
-    grid = [r for r in load(ROOT / "docs" / "benchmark" / "grid.csv") if not r["flags"]]
-    names = {
-        "ersac/lunarlander/tau50-1k-v0": "1,000 neutral",
-        "ersac/lunarlander/tau50-10k-v0": "10,000 neutral",
-        "ersac/lunarlander/tau50-early50-100k-v0": "100,000 mixed",
-    }
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.8))
-    for ax, (name, title) in zip(axes, names.items()):
-        line = [r for r in rows if (r["dataset"], r["rule"]) == (name, "bandit")]
-        ax.plot([r["k"] for r in line], [r["value"] for r in line], color=BLUE, lw=1.4, label="chosen by a bandit")
-        levels = (("Ell-Epi*-own", PURPLE, "-", "the default, no episode"), ("BC", "black", ":", "cloning, no episode"))
-        for method, colour, style, label in levels:
-            mine = [r for r in grid if r["method"] == method]
-            y = [r["normalized_return"] for r in mine if r["dataset_id"].replace(f"-s{r['seed']}-", "-") == name]
-            ax.axhline(np.mean(y), color=colour, ls=style, lw=1.2, label=label)
-        ax.set(xscale="log", xlabel="online episodes k")
-        ax.set_title(f"{title}, {line[0]['policies']} policies", fontsize=9)
-    axes[0].set_ylabel("normalised return")
-    axes[1].legend(fontsize=7, loc="lower right")
-    fig.savefig(f"{args.out}/budget.png")
-
-
-def growth(args):
-    """Milliseconds per update against critics, minibatch and actions, from speed.py; the slope of the last step."""
-    rows = load(ROOT / "docs" / "benchmark" / "speed_growth.csv")
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.8), sharey=True)
-    labels = {"N": "critics N, or dimensions of the index", "batch": "minibatch", "actions": "actions"}
-    colours = {"ensemble": ORANGE, "Ell-Epi*": PURPLE, "Ell-Epi*-own": BLUE}
-    for ax, (varied, label) in zip(axes, labels.items()):
-        for method, colour in colours.items():
-            line = [r for r in rows if (r["method"], r["varied"]) == (method, varied)]
-            x = np.array([r["value"] for r in line])
-            y = np.array([r["ms_per_update"] for r in line])
-            slope = np.log(y[-1] / y[-2]) / np.log(x[-1] / x[-2])
-            ax.plot(x, y, "o-", ms=3, lw=1.2, color=colour, label=f"{method}, slope {slope:.2f}")
-        ax.set(xscale="log", yscale="log", xlabel=label, xticks=x, xticklabels=x)
-        ax.minorticks_off()
-        ax.legend(fontsize=7)
-    axes[0].set_ylabel("milliseconds per update")
-    fig.savefig(f"{args.out}/speed_growth.png")
-
-
-FIGURES = {"visitation": visitation, "sets": sets, "curves": curves, "upsilon": upsilon, "critics": critics}
-FIGURES |= {"epinet": epinet, "idea": idea, "learning": learning, "grid": grid, "entropy": entropy, "soak": soak}
-FIGURES |= {"gym_upsilon": gym_upsilon, "schedules": schedules, "atari": atari}
-FIGURES |= {"calibration": calibration, "hedging": hedging, "targets": targets, "budget": budget, "growth": growth}
-FIGURES |= {"valley": valley}
+FIGURES = (visitation, sets, epinet, idea, learning, grid, atari, calibration, hedging)
+FIGURES += (main_result, alternating_episode)
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    if args.only not in (None, *FIGURES):
-        sys.exit(f"--only {args.only}: there is no such figure; choose one of {', '.join(FIGURES)}.")
-    for name, figure in FIGURES.items():
-        if args.only in (None, name):
+    names = [figure.__name__ for figure in FIGURES]
+    if args.only not in (None, *names):
+        sys.exit(f"--only {args.only}: there is no such figure; choose one of {', '.join(names)}.")
+    for figure in FIGURES:
+        if args.only in (None, figure.__name__):
             figure(args)
-            print(f"{name} done")
+            print(f"{figure.__name__} done")

@@ -6,7 +6,6 @@ Stores ersac/lunarlander/hovering-10k-sSEED-v0, one draw per seed, for sweep.py 
 of gen_expectile_data.py: few terminations, no landing to copy. 0 and 100 are the returns of our other data sets.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import minari
-import numpy as np
 import torch
 import tyro
 from minari.storage import get_dataset_path
 
 ROOT = Path(__file__).resolve().parents[2]
-UNFINISHED = "--finish-steps 4096 --floor -10000 --dataset-size 10000"
 
 
 @dataclass
@@ -34,23 +31,14 @@ class Args:
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     expert = torch.load(ROOT / "docs/policies/lunarlander-tau50/policy.pt", weights_only=True)
-    with tempfile.TemporaryDirectory() as folder:
+    scores = {"ref_min_score": expert["random_return"], "ref_max_score": expert["greedy_return"]}
+    flags = f"--start-steps {args.start_steps} --finish-steps 4096 --floor -10000 --dataset-size 10000"
+    with tempfile.TemporaryDirectory() as policies:  # trained once for all seeds
         for seed in args.seeds:
-            dataset_id = f"ersac/lunarlander/hovering-10k-s{seed}-v0"
-            if get_dataset_path(dataset_id).exists():
-                print(f"{dataset_id} exists and is left alone.")
+            name = f"ersac/lunarlander/hovering-10k-s{seed}-v0"
+            if get_dataset_path(name).exists():
+                print(f"{name} exists and is left alone.")
                 continue
-            command = [sys.executable, str(ROOT / "gen_expectile_data.py"), *UNFINISHED.split()]
-            command += ["--start-steps", str(args.start_steps)]
-            command += ["--dataset-seed", str(seed), "--policy-dir", f"{folder}/policies", "--output-dir", folder]
-            subprocess.run(command, env=os.environ | {"MINARI_DATASETS_PATH": folder}, check=True)
-            (made,) = [path for path in Path(folder).glob("ersac/lunarlander/*") if path.is_dir()]
-            episodes = minari.MinariDataset(made / "data")
-            get_dataset_path(dataset_id).parent.mkdir(parents=True, exist_ok=True)
-            dataset = minari.combine_datasets([episodes], dataset_id)
-            scores = {"ref_min_score": expert["random_return"], "ref_max_score": expert["greedy_return"]}
-            dataset.storage.update_metadata(scores)
-            made.rename(Path(folder) / f"done-{seed}")
-            returns = [episode.rewards.sum() for episode in dataset.iterate_episodes()]
-            cut = sum(bool(episode.truncations[-1]) for episode in dataset.iterate_episodes())
-            print(f"{dataset_id}: {len(returns)} episodes, {cut} truncated, mean return {np.mean(returns):.1f}")
+            command = [sys.executable, str(ROOT / "gen_expectile_data.py"), *flags.split(), "--policy-dir", policies]
+            subprocess.run([*command, "--dataset-id", name, "--dataset-seed", str(seed)], check=True)
+            minari.load_dataset(name).storage.update_metadata(scores)
