@@ -365,7 +365,7 @@ def collect_episodes(env, actor, size, args, turns=None):
     """Episodes with size transitions in all; a smaller data set is the beginning of a larger one."""
     rng = np.random.default_rng([args.dataset_seed, 0])
     episodes = []
-    bar = tqdm(total=size, desc="collection", unit="step", mininterval=1)
+    bar = tqdm(total=size, desc="collection", unit="step", mininterval=1, disable=size == 0)
     while bar.n < size:
         episodes.append(play_episode(env, actor, rng, args.epsilon, False, size - bar.n, turns))
         bar.update(len(episodes[-1]["actions"]))
