@@ -372,10 +372,14 @@ def pixels(rows, ablation):
         line += [f"`{key[2]}`" if key[2] else ""] if ablation else []
         line += [", ".join(f"{x:.1f}" for x in returns), interval(returns, 1)]
         line.append(interval(ahead, 1) if key[1] != "BC-pixels" else "")
+        if ablation:
+            lines.append([*line, ", ".join(f"{r['q_star_minus_return']:.2f}" for r in runs if r["best_return"] != "")])
+            continue
         line.append(", ".join(f"{r['best_return']:.0f}" for r in runs if r["best_return"] != ""))
         lines.append([*line, f"{np.mean([r['seconds'] for r in runs]) / 60:.0f}"])
     header = ["game", "method", *(["changed"] if ablation else []), "seed by seed", "mean", "minus the clone, paired"]
-    return markdown([*header, "best during training", "minutes"], lines)
+    header += ["q* minus return"] if ablation else ["best during training", "minutes"]
+    return markdown(header, lines)
 
 
 # ===== All of them
