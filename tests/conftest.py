@@ -439,7 +439,7 @@ def check_result(folder, returns, low, high, out, **expected):
     expected |= {"eval_episodes": len(returns), "eval_return_mean": returns.mean(), "eval_return_std": returns.std()}
     expected |= {"random_return": low, "reference_return": high, "normalized_return": normalized}
     assert result.pop("eval_returns") == pytest.approx(returns.tolist())
-    assert result.pop("updates_per_second") > 0
+    assert result.pop("updates_per_second") > 0.1
     assert result.keys() == expected.keys()
     for name, value in expected.items():
         assert result[name] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value), name

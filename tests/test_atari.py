@@ -66,30 +66,11 @@ def pong(datasets):
 # ----- the oracle: all seven methods once more, in float64, from the first state and the raw episodes
 ERSAC = {"sac-n": "SAC-N", "ch-n": "CH-N", "ell-n": "Ell_0.6-N", "ell-epi-star": "Ell-Epi*"}
 BASELINES = {"cql": "CQL", "iql": "IQL", "brac-bcq": "BRAC-BCQ"}
-FLAGS = {  # all away from their defaults, and such that each of them matters
-    "dataset_id": "test/walk-v0",
-    "seed": 7,
-    "upsilon": 0.6,
-    "num_critics": 7,
-    "index_dim": 3,
-    "prior_scale": 0.6,
-    "noise_scale": 0.4,
-    "clone_updates": 2,
-    "critic_warmup": 1,
-    "bc_coef": 0.4,
-    "total_updates": 3,
-    "batch_size": 6,
-    "hidden_dim": 8,
-    "gamma": 0.8,
-    "n_step": 3,
-    "q_lr": 3e-3,
-    "policy_lr": 2e-3,
-    "polyak": 0.3,
-    "alpha": 0.5,
-    "eval_interval": 2,
-    "eval_episodes": 3,
-    "eval_epsilon": 0.2,
-}
+# all away from their defaults, and such that each of them matters
+FLAGS = dict(dataset_id="test/walk-v0", seed=7, upsilon=0.6, num_critics=7, index_dim=3, prior_scale=0.6)
+FLAGS |= dict(noise_scale=0.4, clone_updates=2, critic_warmup=1, bc_coef=0.4, total_updates=3, batch_size=6)
+FLAGS |= dict(hidden_dim=8, gamma=0.8, n_step=3, q_lr=3e-3, policy_lr=2e-3, polyak=0.3, alpha=0.5)
+FLAGS |= dict(eval_interval=2, eval_episodes=3, eval_epsilon=0.2)
 
 
 @functools.cache
@@ -375,7 +356,7 @@ def test_three_updates_in_plain_code(run, load, first_state, datasets, method, c
 
     # metrics.csv, result.json, args.json, what is printed
     theirs = read_rows(done.folders[0])
-    assert [row.pop("charts/updates_per_second") > 0 for row in theirs] == [True, True]
+    assert [row.pop("charts/updates_per_second") > 0.1 for row in theirs] == [True, True]
     for ours, row in zip(rows[1:], theirs, strict=True):
         assert row == pytest.approx(ours, rel=1e-3, abs=1e-6)
     with torch.no_grad():

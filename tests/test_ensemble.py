@@ -179,7 +179,7 @@ def test_three_updates_and_all_that_is_logged_equal_a_plain_loop(run, load, firs
     assert [row["update"] for row in logged] == [2, 3]
     for row, actor, expected in zip(logged, actors[1:], rows[1:], strict=True):
         expected["eval/return"] = mean(returns(actor, 3, seed))
-        assert row.pop("charts/updates_per_second") > 0
+        assert row.pop("charts/updates_per_second") > 0.1
         assert row == pytest.approx(expected, rel=2e-4, abs=2e-5, nan_ok=True)
 
     # result.json and the last lines
@@ -277,17 +277,6 @@ def test_critics_start_like_independent_linear_layers():
             assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.03)
             per_critic = ours.detach().flatten(1).std(1), theirs.flatten(1).std(1)
             assert per_critic[0].mean().item() == pytest.approx(per_critic[1].mean().item(), rel=0.05)
-
-
-def test_stack_and_its_gradients_equal_a_loop_over_critics():
-    torch.manual_seed(1)
-    critic = script.EnsembleCritic(5, 3, 7, 16).double()
-    obs, weight = torch.randn(11, 5, dtype=torch.float64), torch.randn(7, 11, 3, dtype=torch.float64)
-    out = critic(obs)
-    plain = torch.stack([plain_critic(dict(critic.named_parameters()), n, obs) for n in range(7)])
-    torch.testing.assert_close(out, plain)
-    ours, theirs = (torch.autograd.grad((x * weight).sum(), [*critic.parameters()]) for x in (out, plain))
-    torch.testing.assert_close(ours, theirs)
 
 
 def test_ensemble_similarity_against_all_pairs():

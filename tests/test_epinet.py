@@ -40,31 +40,12 @@ def draw(*shape, seed=0):
 
 
 # ----- the training loop written again, in float64 and without the script: networks are dicts of tensors
-OPTIONS = dict(  # all away from the script's defaults, so that every flag matters
-    dataset_id="test/chain-v0",
-    seed=7,
-    targets="shared",
-    method="ell-epi-star",
-    uncertainty_set="ellipsoid",
-    head_input="features",
-    upsilon=0.6,
-    index_dim=5,
-    num_index_samples=30,
-    prior_scale=0.8,
-    noise_scale=0.7,
-    lambda_mu=0.0,
-    lambda_sigma=0.0,
-    total_updates=3,
-    batch_size=24,
-    hidden_dim=8,
-    gamma=0.8,
-    q_lr=0.02,
-    policy_lr=0.03,
-    polyak=0.3,
-    alpha=0.4,
-    eval_interval=2,
-    eval_episodes=23,
-)
+# all away from the script's defaults, so that every flag matters
+OPTIONS = dict(dataset_id="test/chain-v0", seed=7, targets="shared", method="ell-epi-star")
+OPTIONS |= dict(uncertainty_set="ellipsoid", head_input="features", upsilon=0.6, index_dim=5)
+OPTIONS |= dict(num_index_samples=30, prior_scale=0.8, noise_scale=0.7, lambda_mu=0.0, lambda_sigma=0.0)
+OPTIONS |= dict(total_updates=3, batch_size=24, hidden_dim=8, gamma=0.8, q_lr=0.02, policy_lr=0.03)
+OPTIONS |= dict(polyak=0.3, alpha=0.4, eval_interval=2, eval_episodes=23)
 VARIANTS = {  # every set and form of targets reads the observation once and the features once
     "Ell-Epi*": {},
     "Ell-Epi* obs": dict(head_input="obs", upsilon=0.97, index_dim=3, seed=8),
@@ -249,7 +230,7 @@ def test_three_updates_are_those_of_a_plain_loop(variant, run, load, first_state
     for row, actor, expected in zip(logged, actors[1:], rows[1:], strict=True):
         expected["eval/return"] = mean(returns(actor, 3, seed))  # a tenth of the 23 episodes, rounded up
         assert math.isnan(expected["charts/q_minus_return"]) == cut
-        assert row.pop("charts/updates_per_second") > 0
+        assert row.pop("charts/updates_per_second") > 0.1
         assert row == pytest.approx(expected, rel=2e-4, abs=5e-6, nan_ok=True)
     words = {"script": "ersac_epinet.py", "method": variant.split()[0], "env_id": "test/Chain-v0"}
     words |= {"dataset_id": o.dataset_id, "seed": o.seed, "updates": 3}
@@ -355,8 +336,8 @@ def test_learned_spread_falls_like_one_over_root_n_and_stays_where_there_are_no_
     from epinet_toy import std_against_count
 
     counts = (1, 10, 100)
-    rows = {n: [std_against_count(n, seed) for seed in (100,)] for n in counts}
-    mean = {name: [np.mean([row[name] for row in rows[n]]) for n in counts] for name in rows[1][0] if name != "heads"}
+    rows = [std_against_count(n, 100) for n in counts]
+    mean = {name: [row[name] for row in rows] for name in rows[0]}
     slope = np.polyfit(np.log(counts), np.log(mean["seen"]), 1)[0]
     assert -0.58 < slope < -0.42  # 1/sqrt(n) is -0.5; nothing in the critic knows n
     np.testing.assert_allclose(mean["seen"], mean["theory"], rtol=0.25)

@@ -1,7 +1,6 @@
 """Protects docs/explorer.html: its mathematics is that of the scripts, and in a browser it shows what it computes.
 
-The mathematics needs node; the run in the browser needs Chromium with its driver and
-docs/benchmark/requirements-explorer.txt. What is missing is skipped.
+The first needs node, the second Chromium with its driver and docs/benchmark/requirements-explorer.txt.
 """
 
 import json
@@ -86,11 +85,9 @@ def ensembles(count):
         if i % 10 == 0:
             q[:] = q[0]  # all critics agree
         elif i % 10 == 1:
-            q = q[:, :1] * [1, -0.7] + [0.3, 1]  # on a line
-            p = float(rng.uniform(0.1, 0.3))
+            q, p = q[:, :1] * [1, -0.7] + [0.3, 1], 0.2  # on a line
         elif i % 10 == 2:
             q[:, i // 10 % 2] = 0.25  # no spread at one action
-            p = float(rng.uniform(0.1, 0.9))
         yield np.clip(q, -20, 20), p, upsilon
 
 

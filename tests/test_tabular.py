@@ -234,9 +234,9 @@ def test_a_run_equals_the_plain_algorithm(run, load, first_state, setting):
     rows = read_rows(folder)
     assert [row["update"] for row in rows] == [5, 10, 12]
     for row, expected in zip(rows, plain.rows, strict=True):
-        assert row.pop("charts/updates_per_second") > 0
+        assert row.pop("charts/updates_per_second") > 0.1
         assert row == pytest.approx(expected, rel=1e-8, abs=1e-9, nan_ok=True)
-    assert got.result.pop("updates_per_second") > 0
+    assert got.result.pop("updates_per_second") > 0.1
     assert got.result.keys() == plain.result.keys()
     for name, expected in plain.result.items():
         number = isinstance(expected, float)

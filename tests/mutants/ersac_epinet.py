@@ -3,7 +3,7 @@
 FAULTS = [
     ("else psi.detach()", "else psi", "the stochastic heads move the features"),
     ("math.sqrt(chi2.ppf(args.upsilon, A))", "chi2.ppf(args.upsilon, A)", "closed form: no square root in the radius"),
-    ("self.out(F.relu(self.from_x(x)", "self.out((self.from_x(x)", "general heads: the first layer is linear"),
+    ("h = F.relu(self.from_x(x)", "h = (self.from_x(x)", "general heads are quadratic in z, and no more"),
     (
         "worst_case(target_critic, s_next, pi, z, sigma_p_next)",
         "worst_case(critic, s_next, pi, z, sigma_p_next)",
