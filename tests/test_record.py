@@ -1,5 +1,5 @@
-"""The recorder of Pong and Breakout: the same seed gives the same arrays, mixtures hold the share they promise, and the
-scripted policies play better than random ones."""
+"""Protects the recorder of Pong and Breakout: the same seed gives the same arrays, mixtures hold the share they
+promise, and the scripted policies play better than random ones."""
 
 import runpy
 
@@ -25,28 +25,16 @@ def record(run, monkeypatch, tmp_path):
     return call
 
 
-def arrays(dataset_id):
-    episodes = minari.load_dataset(dataset_id).iterate_episodes()
-    return [(e.observations, e.actions, e.rewards, e.terminations, e.truncations) for e in episodes]
-
-
-@pytest.mark.parametrize("game", ["pong", "breakout"])
-def test_the_same_seed_records_the_same_arrays(record, game):
-    first = record("first", "--game", game, "--random-episodes", 0.5, "--seed", 3)
-    one = arrays(f"ersac/{game}/mixed-v0")
-    assert record("second", "--game", game, "--random-episodes", 0.5, "--seed", 3) == first
-    two = arrays(f"ersac/{game}/mixed-v0")
-    assert len(one) == len(two) == 2
-    for a, b in zip(one, two):
-        assert all(np.array_equal(x, y) for x, y in zip(a, b))
-    record("third", "--game", game, "--random-episodes", 0.5, "--seed", 4)
-    assert any(not np.array_equal(a[1], b[1]) for a, b in zip(one, arrays(f"ersac/{game}/mixed-v0")))
-
-
-def test_a_mixture_has_the_share_it_promises(record):
-    out = record("x", "--game", "breakout", "--random-episodes", 0.75, "--steps", 320)
-    assert "320 steps, 8 episodes, 2 of them scripted" in out
-    assert "ersac/breakout/mixed-v0" in out
+def test_the_same_seed_records_the_same_arrays_and_a_mixture_has_its_share(record):
+    recorded = []
+    for name, seed in (("first", 3), ("second", 3), ("third", 4)):
+        out = record(name, "--game", "breakout", "--random-episodes", 0.75, "--steps", 160, "--seed", seed)
+        assert "160 steps, 4 episodes, 1 of them scripted" in out and "ersac/breakout/mixed-v0" in out
+        episodes = minari.load_dataset("ersac/breakout/mixed-v0").iterate_episodes()
+        recorded.append([(e.observations, e.actions, e.rewards, e.terminations, e.truncations) for e in episodes])
+    first, second, third = recorded
+    assert all(np.array_equal(x, y) for a, b in zip(first, second, strict=True) for x, y in zip(a, b))
+    assert any(not np.array_equal(a[1], b[1]) for a, b in zip(first, third))
 
 
 def recorder(game, steps):
@@ -58,26 +46,11 @@ def recorder(game, steps):
     return runpy.run_path(str(ROOT / "docs/benchmark/record_atari.py"))["episode"], env
 
 
-@pytest.mark.parametrize("game, margin", [("pong", 3), ("breakout", 3)])
-def test_the_script_plays_better_than_chance(game, margin):
+@pytest.mark.parametrize("game", ["pong", "breakout"])
+def test_the_script_plays_better_than_chance(game):
     """400 steps of each: the scripted policy has collected clearly more."""
     episode, env = recorder(game, 400)
     rng = np.random.default_rng(0)
     scripted = np.mean([episode(env, game, rng, 0.0, 8)["rewards"].sum() for _ in range(2)])
     chance = np.mean([episode(env, game, rng, 1.0, 1)["rewards"].sum() for _ in range(2)])
-    assert scripted > chance + margin
-
-
-def test_in_breakout_the_commonest_action_without_a_ball_is_to_serve():
-    """A greedy clone does what the data do most often; if that were a no-op, no ball would ever come into play."""
-    episode, env = recorder("breakout", 100)
-    rng = np.random.default_rng(0)
-    counts = np.zeros(4, int)
-    for _ in range(10):
-        actions = episode(env, "breakout", rng, 0.2, 8)["actions"]
-        env.reset()
-        for action in actions:
-            if env.unwrapped.ale.getRAM()[101] == 0:  # no ball in play
-                counts[action] += 1
-            env.step(int(action))
-    assert counts.argmax() == 1 and counts.sum() >= 10
+    assert scripted > chance + 3
