@@ -296,7 +296,7 @@ def train(tau, start, env, folder, args):
     print(f"{name}: greedy return {score:.1f}, the floor is {floor:g}")
     if score < floor:
         why = "below the floor, not kept; a lower --floor, another --seed or more steps may help"
-        sys.exit(f"{name}: {why}, or data of your own (docs/gen_expectile_data.md).")
+        sys.exit(f"{name}: {why}, or data of your own (docs/your_own.md).")
     policy = {
         "args": {flag: getattr(args, flag) for flag in TRAINING},
         "actor": actor.state_dict(),
