@@ -201,7 +201,8 @@ def cells_of(rows):
 
     def place(cell):
         env_id, data, tau = cell
-        return env_id != "LunarLander-v3", ", " in data, tau, data.partition(", ")[2], int(re.sub(",| .*", "", data))
+        size, _, kind = data.partition(", ")
+        return env_id != "LunarLander-v3", kind != "", "alternating" in kind, kind, tau, int(size.replace(",", ""))
 
     return sorted({r["cell"] for r in rows}, key=place)
 
@@ -343,8 +344,10 @@ def main_scores(rows):
     labels, scores = [], []
     for cell in cells_of(rows):
         columns = [list(by_seed(rows, cell, m).values()) for m in methods]
-        labels.append(cell[1] + (", risk-averse" if cell[2] == 0.9 else ""))
-        scores.append([np.mean(y) if len(y) == 5 else np.nan for y in columns])
+        complete = [len(y) == 5 for y in columns]
+        if any(complete):
+            labels.append(cell[1] + (", risk-averse" if cell[2] == 0.9 else ""))
+            scores.append([np.mean(y) if all_there else np.nan for y, all_there in zip(columns, complete)])
     return labels, methods, np.array(scores)
 
 
