@@ -107,13 +107,11 @@ def compress(path):
             copy = packed.create_group(name)
             copy.attrs.update(group.attrs)
             for key in group:
-                if key == "observations":
-                    frames = group[key]
-                    copy.create_dataset(
-                        key, data=frames[()], chunks=(8, *frames.shape[1:]), compression="gzip", compression_opts=1
-                    )
-                else:
+                if key != "observations":
                     source.copy(group[key], copy)
+            frames = group["observations"][()]
+            packing = {"chunks": (8, *frames.shape[1:]), "compression": "gzip", "compression_opts": 1}
+            copy.create_dataset("observations", data=frames, **packing)
     os.replace(f"{path}.packed", path)
 
 
@@ -132,46 +130,31 @@ if __name__ == "__main__":
     limit = {"max_episode_steps": args.max_episode_steps} if args.max_episode_steps else {}
     env = gym.make(f"ALE/{args.game.capitalize()}-v5", repeat_action_probability=0.0, frameskip=4, **limit)
     rng = np.random.default_rng(args.seed)
-    random_returns = []
-    for _ in tqdm(range(args.reference_episodes), "random play", unit="episode"):
-        random_returns.append(episode(env, args.game, rng, 1.0, 1)["rewards"].sum())
+    games = tqdm(range(args.reference_episodes), "random play", unit="episode")
+    random_returns = [episode(env, args.game, rng, 1.0, 1)["rewards"].sum() for _ in games]
 
     # written episode by episode into a folder of its own, moved to its place when it is complete
     final = Path(get_dataset_path(args.dataset_id))
-    root = Path(get_dataset_path())
-    root.mkdir(parents=True, exist_ok=True)
-    work = tempfile.mkdtemp(prefix=".recording-", dir=root)
-    os.environ["MINARI_DATASETS_PATH"] = work
-    try:
-        steps = 0
+    os.makedirs(final.parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".recording-", dir=get_dataset_path()) as work:
+        os.environ["MINARI_DATASETS_PATH"] = work
+        steps, played, dataset = 0, 0, None
         returns = []  # of the scripted episodes
-        played = 0
-        dataset = None
         bar = tqdm(total=args.steps, desc="recording", unit="step")
         while steps < args.steps or not returns:
             scripted = played - len(returns) >= args.random_episodes * (played + 1)  # random ones so far: enough?
+            noise = (args.random_share, args.hold) if scripted else (1.0, 1)
+            record = episode(env, args.game, rng, *noise)
             if scripted:
-                record = episode(env, args.game, rng, args.random_share, args.hold)
                 returns.append(float(record["rewards"].sum()))
-            else:
-                record = episode(env, args.game, rng, 1.0, 1)
             buffer = [EpisodeBuffer(id=played, **record)]
-            played += 1
             if dataset is None:
-                try:
-                    with warnings.catch_warnings(action="ignore"):
-                        dataset = minari.create_dataset_from_buffers(
-                            args.dataset_id,
-                            buffer,
-                            env=env,
-                            algorithm_name=f"scripted, {args.random_share:.0%} random actions, "
-                            f"{args.random_episodes:.0%} random episodes",
-                            jpeg_encoding=False,
-                        )
-                except ValueError as error:
-                    sys.exit(f"--dataset-id {args.dataset_id}: {error}")
+                with warnings.catch_warnings(action="ignore"):
+                    about = {"algorithm_name": " ".join(sys.argv), "jpeg_encoding": False}
+                    dataset = minari.create_dataset_from_buffers(args.dataset_id, buffer, env=env, **about)
             else:
                 dataset.update_dataset_from_buffer(buffer)
+            played += 1
             steps += len(record["rewards"])
             bar.update(len(record["rewards"]))
         bar.close()
@@ -180,12 +163,8 @@ if __name__ == "__main__":
             dataset.storage.update_metadata({"ref_min_score": low, "ref_max_score": high})
         compress(dataset.storage.data_path / "main_data.hdf5")
         dataset.storage.update_metadata({"dataset_size": dataset.storage.get_size()})
-        made = Path(get_dataset_path(args.dataset_id))
-        final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():
             shutil.rmtree(final)
-        os.replace(made, final)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        os.replace(get_dataset_path(args.dataset_id), final)
     count = f"{steps} steps, {played} episodes, {len(returns)} of them scripted"
     print(f"{args.dataset_id}: {count} with mean return {high:.1f}; random play {low:.1f}")

@@ -4,10 +4,9 @@
     python docs/benchmark/speed.py --what images      speed_atari.csv
 
 Networks: milliseconds per update at batch 256, 128x128, 8 inputs, 4 actions. The plain baseline is what one writes
-first: a Python loop over nn.Module critics with an optimiser each. d3rlpy needs requirements-speed.txt. The floor is
-the matrix products of an update of N critics. Images: updates per second of ersac_atari.py at batch 32 and 256, and 100
-heads against one. Ours is the script itself, started as a user would on noise, because speed does not depend on what is
-learned, by the processor time of the updates alone. Medians over rounds.
+first: a Python loop over nn.Module critics with an optimiser each. d3rlpy needs requirements-speed.txt. Images: updates
+per second of ersac_atari.py at batch 32 and 256, and 100 heads against one. Ours is the script itself on noise, because
+speed does not depend on what is learned, by the processor time of the updates alone. Medians over rounds.
 """
 
 import copy
@@ -87,23 +86,6 @@ def timed(updates, step):
     return 1000 * (time.process_time() - started) / updates
 
 
-def floor(N, updates):
-    """The matrix products of an update of N critics in blocks of ten: forward for target, loss and actor, backward for
-    the loss."""
-    x, h, q = torch.randn(10, B, D), torch.randn(10, B, H), torch.randn(10, B, A)
-    w1, w2 = torch.randn(10, D, H), torch.randn(10, H, H)
-    w3 = torch.randn(10, A, H).mT  # stored so that its thin product is fast
-    forward = [(x, w1), (h, w2), (h, w3)]
-    backward = [(h.mT, q), (h.mT, h), (x.mT, h), (q, w3.mT), (h, w2.mT)]  # gradients of weights, of hidden layers
-
-    def step():
-        for _ in range(N // 10):
-            for left, right in 3 * forward + backward:
-                torch.bmm(left, right)
-
-    return timed(updates, step)
-
-
 def plain_loop(N, updates):
     """SAC-N as a loop: N nn.Module critics, N targets, N Adams; the actor loss runs through the critics' graph."""
 
@@ -173,7 +155,6 @@ def networks(args):
     n = args.updates
     contenders = {}
     for N, more in ((100, n), (10, 10 * n)):
-        contenders["matrix products alone", N] = partial(floor, N, n)
         contenders["plain loop", N] = partial(plain_loop, N, n)
         contenders["d3rlpy DiscreteSAC", N] = partial(d3rlpy_sac, N, n)
         critics = ("--num-critics", N)
