@@ -3,7 +3,6 @@ what it cannot do. The training is done once more in float64, with loops where t
 
 import csv
 import resource
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,7 @@ from scipy import stats
 import gen_expectile_data as gen
 from gen_expectile_data import Args, network
 
-ROOT = Path(__file__).resolve().parents[1]
-POLICIES = ROOT / "docs" / "policies"
+POLICIES = Path(__file__).resolve().parents[1] / "docs" / "policies"
 MINE = ("--policy-dir", "mine", "--dataset-id", "my/data-v0", "--floor", -1e9)
 TINY = ("--start-steps", 1, "--finish-steps", 1, "--eval-episodes", 2)
 
@@ -76,10 +74,6 @@ def forward(net, x):
 
 def in_float64(net):
     return {name: x.detach().double().clone().requires_grad_() for name, x in net.items()}
-
-
-def in_float32(net):
-    return {name: x.detach().float() for name, x in net.items()}
 
 
 def fresh_network(D, out, head_gain):
@@ -194,40 +188,27 @@ def plain_update(roll, outcomes, actor, critic, adam, tau, train_actor, generato
     return np.mean(logged, 0), np.mean(clips, 0)
 
 
-class Place:
-    """An environment of the plain training and where it is."""
-
-    def __init__(self, env_id):
-        self.env = make(env_id)
-
-    def reset(self, seed):
-        self.obs, self.rewards = self.env.reset(seed=seed)[0], []
-
-
 @torch.no_grad()
-def plain_rollout(places, actor, epsilon, generator):
-    """256 steps of all environments, and the returns of the episodes that ended meanwhile."""
+def plain_rollout(envs, obs, totals, actor, epsilon, generator):
+    """256 steps of all environments from where they are, and the returns of the episodes that ended meanwhile."""
     columns = ("obs", "chosen", "executed", "next_obs", "reward", "terminated", "truncated")
     roll, ended = {key: [] for key in (*columns, "states")}, []
     for _ in range(256):
-        obs = np.array([place.obs for place in places])
-        pi = forward(actor, torch.from_numpy(obs).double()).softmax(-1).float()
+        now = np.array(obs)
+        pi = forward(actor, torch.from_numpy(now).double()).softmax(-1).float()
         chosen = torch.multinomial(pi, 1, generator=generator).flatten().tolist()
-        random_action = torch.randint(pi.shape[1], (len(places),), generator=generator).tolist()
-        noisy = (torch.rand(len(places), generator=generator) < epsilon).tolist()
-        step = {key: [] for key in columns[2:]}
-        roll["states"].append([np.array(getattr(place.env.unwrapped, "state", 0.0)) for place in places])
-        for e, place in enumerate(places):
-            executed = random_action[e] if noisy[e] else chosen[e]
-            place.obs, *result, _ = place.env.step(executed)
-            for key, value in zip(columns[2:], (executed, place.obs, *result)):
-                step[key].append(value)
-            place.rewards.append(result[0])
-        for e, place in enumerate(places):
-            if step["terminated"][e] or step["truncated"][e]:
-                ended.append(sum(place.rewards))
-                place.reset(torch.randint(2**31, (1,), generator=generator).item())
-        for key, value in {"obs": obs, "chosen": chosen, **step}.items():
+        random_action = torch.randint(pi.shape[1], (len(envs),), generator=generator).tolist()
+        noisy = (torch.rand(len(envs), generator=generator) < epsilon).tolist()
+        executed = [random_action[e] if noisy[e] else chosen[e] for e in range(len(envs))]
+        roll["states"].append([np.array(getattr(env.unwrapped, "state", 0.0)) for env in envs])
+        results = [env.step(action)[:4] for env, action in zip(envs, executed)]
+        for e, (obs[e], reward, terminated, truncated) in enumerate(results):
+            totals[e] += reward
+            if terminated or truncated:
+                ended.append(totals[e])
+                seed = torch.randint(2**31, (1,), generator=generator).item()
+                obs[e], totals[e] = envs[e].reset(seed=seed)[0], 0.0
+        for key, value in zip(columns, (now, chosen, executed, *zip(*results))):
             roll[key].append(value)
     return {key: np.array(roll[key]) for key in columns} | {"states": roll["states"]}, ended
 
@@ -263,12 +244,12 @@ def plain_training(env_id, tau, s, start=None, resampled=False):
         epsilon, lr, steps = s.epsilon, s.policy_lr / 2, s.finish_steps
     adam = torch.optim.Adam([*actor.values(), *critic.values()], lr, eps=1e-5)
     generator = torch.Generator().manual_seed(s.seed)
-    places, ended, rows, clips = [Place(env_id) for _ in range(16)], [], [], []
-    for place, seed in zip(places, [torch.randint(2**31, (1,), generator=generator).item() for _ in places]):
-        place.reset(seed)
+    envs, ended, rows, clips = [make(env_id) for _ in range(16)], [], [], []
+    seeds = [torch.randint(2**31, (1,), generator=generator).item() for _ in envs]
+    obs, totals = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds)], [0.0] * 16
     rollouts = -(-steps // 4096)  # rounded up
     for i in range(rollouts):
-        roll, new = plain_rollout(places, actor, epsilon, generator)
+        roll, new = plain_rollout(envs, obs, totals, actor, epsilon, generator)
         outcomes = None
         if resampled and tau is not None:
             rng = np.random.default_rng([s.seed, 3, i])
@@ -384,15 +365,15 @@ def test_a_tau_trains_its_critic_first_and_its_actor_from_the_ninth_rollout(run,
     for level in ("start", "tau50"):
         policy = {"args": {"estimator": "resample", **vars(s)}, "random_return": -5.0, "greedy_return": 7.0}
         (tmp_path / f"mine/cartpole-{level}").mkdir(parents=True)
-        policy |= {"actor": in_float32(start[0]), "critic": in_float32(start[1])}
+        for net, weights in zip(("actor", "critic"), start):
+            policy[net] = {name: x.detach().float() for name, x in weights.items()}
         torch.save(policy, tmp_path / f"mine/cartpole-{level}/policy.pt")
     flags = ("--env-id", env_id, "--expectile-tau", 0.8, "--dataset-size", 60, *MINE, *flags_of(s))
     done = run("gen_expectile_data", *flags, "--estimator", "resample", "--eval-episodes", 2)
     assert done.code == 0, done.err
     rows, actor, critic, _ = plain_training(env_id, 0.8, s, start, resampled=True)
     policy = check_training(tmp_path / "mine/cartpole-tau80", s, rows, actor, critic)
-    moved = [(x - start[0][name]).abs().max().item() for name, x in policy["actor"].items()]
-    assert max(moved) > 1e-4
+    assert max((x - start[0][name]).abs().max() for name, x in policy["actor"].items()) > 1e-4
     about = minari.load_dataset("my/data-v0").storage.metadata
     assert (about["ref_min_score"], about["ref_max_score"]) == (-5, 7)  # those of the neutral policy that is kept
 
@@ -407,8 +388,6 @@ def test_risk_weights_agree_with_scipy():
         for i, a in np.ndindex(3, A):
             assert q[i, a] == pytest.approx(stats.expectile(w[i], alpha=1 - tau, weights=p[a]), abs=1e-9)
         assert (p * rho).sum(-1) == pytest.approx(1) and (p * rho * w[:, None]).sum(-1) == pytest.approx(q, abs=1e-9)
-        worst, best = w.argmin(-1), w.argmax(-1)  # a risk-averse expectile weighs the bad outcomes up
-        assert ((rho[range(3), 0, worst] >= rho[range(3), 0, best]) == (tau >= 0.5)).all()
 
 
 @pytest.mark.parametrize("tau", [None, 0.1, 0.5, 0.9])
@@ -433,21 +412,13 @@ def test_targets_and_advantages_of_made_up_numbers(tau, resampled):
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "MountainCar-v0", "Acrobot-v1"])
 def test_outcomes_start_from_restored_states(env_id):
     """Without noise these environments have no randomness: all outcomes are what happened."""
-    env, rng, states = make(env_id), np.random.default_rng(4), []
-    columns = {name: [] for name in ("chosen", "next_obs", "reward", "terminated")}
-    env.reset(seed=1)
-    for _ in range(150):
-        states.append([np.array(env.unwrapped.state)])
-        action = int(rng.integers(env.action_space.n))
-        obs, reward, terminated, truncated, _ = env.step(action)
-        for column, value in zip(columns.values(), (action, obs, reward, terminated)):
-            column.append([value])
-        if terminated or truncated:
-            env.reset()
-    roll = {name: np.array(column) for name, column in columns.items()}
-    outcomes = gen.resample(make(env_id), roll, states, 3, 0.0, rng)
+    env = make(env_id)
+    obs, _ = env.reset(seed=1)
+    actor = fresh_network(len(obs), int(env.action_space.n), 1.0)
+    roll, _ = plain_rollout([env], [obs], [0.0], actor, 0.0, torch.Generator().manual_seed(0))
+    outcomes = gen.resample(make(env_id), roll, roll["states"], 3, 0.0, np.random.default_rng(4))
     for name, outcome in zip(("next_obs", "reward", "terminated"), outcomes, strict=True):
-        assert outcome.shape[:3] == (150, 1, 3)
+        assert outcome.shape[:3] == (256, 1, 3)
         assert all(np.array_equal(outcome[:, :, n], roll[name]) for n in range(3))
 
 
@@ -473,7 +444,6 @@ NAMES = [
     ({"early_fraction": 0.8, "switch_prob": 0.1}, "ersac/lunarlander/tau50-early80-switch10-100k-v0"),
     ({"early_fraction": 0.05, "dataset_size": 1500}, "ersac/lunarlander/tau50-early05-1500-v0"),
     ({"epsilon": 0.5}, "ersac/lunarlander/tau50-eps50-100k-v0"),
-    ({"env_id": "CartPole-v1"}, "ersac/cartpole/tau50-100k-v0"),
     ({"env_id": "CartPole-v0"}, "ersac/cartpole-v0/tau50-100k-v0"),
     ({"env_id": "test/Chain-v0", "expectile_tau": 0.125}, "ersac/test/chain-v0/tau12p5-100k-v0"),
 ]
@@ -519,29 +489,6 @@ def test_two_policies_take_turns(run):
         assert changed.mean() == pytest.approx(rate, abs=4 * np.sqrt(rate / len(changed)))
 
 
-def test_a_small_data_set_is_the_beginning_of_a_large_one_and_a_seed_is_another_draw(run):
-    for size, seed in ((700, 1), (1400, 1), (1400, 2)):
-        flags = ("--dataset-size", size, "--dataset-seed", seed, "--dataset-id", f"my/pole-{size}-{seed}-v0")
-        assert run("gen_expectile_data", "--env-id", "CartPole-v1", *flags).code == 0
-    small, large, other = (arrays(f"my/pole-{name}-v0") for name in ("700-1", "1400-1", "1400-2"))
-    last, count = len(small) - 1, len(small[-1][1])
-    assert 0 < last < len(large) and same(small[:last], large[:last]) and count < len(large[last][1])
-    assert all(np.array_equal(x, y[: len(x)]) for x, y in zip(small[last][:4], large[last][:4]))
-    assert small[last][4].tolist() == [False] * (count - 1) + [True]  # cut, and marked as cut
-    assert not np.array_equal(large[0][0], other[0][0])
-
-
-def test_existing_data_set_is_left_alone(run, datasets):
-    flags = ("--env-id", "CartPole-v1", "--dataset-size", 50)
-    assert run("gen_expectile_data", *flags).code == 0
-    path = datasets / "ersac/cartpole/tau50-50-v0/data/main_data.hdf5"
-    before = path.stat().st_mtime_ns
-    again = run("gen_expectile_data", *flags)
-    assert again.code == 0 and "left alone" in again.out and path.stat().st_mtime_ns == before
-    assert run("gen_expectile_data", *flags, "--overwrite").code == 0 and path.stat().st_mtime_ns > before
-    assert [p.name for p in datasets.iterdir()] == ["ersac"]  # nothing else is left over
-
-
 def test_a_data_set_appears_whole_or_not_at_all(run, monkeypatch, datasets):
     """It is built out of sight, and whatever goes wrong there ends in one line and leaves nothing: a Ctrl-C, a disk
     without room (here a limit on the size of a file)."""
@@ -556,15 +503,15 @@ def test_a_data_set_appears_whole_or_not_at_all(run, monkeypatch, datasets):
     monkeypatch.setattr(minari, "create_dataset_from_buffers", watched)
     flags = ("--env-id", "CartPole-v1", "--dataset-size", 300)
     assert run("gen_expectile_data", *flags).code == 0 and seen == [False]
+    again = run("gen_expectile_data", *flags)
+    assert again.code == 0 and "left alone" in again.out and seen == [False]
     stopped = run("gen_expectile_data", *flags, "--dataset-seed", 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         full = run("gen_expectile_data", *flags, "--dataset-seed", 3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
     for done, why in ((stopped, "KeyboardInterrupt"), (full, "OSError")):
         (last,) = [line for line in done.err.splitlines() if line and "collection" not in line]
         assert done.code == 1 and last.startswith(why) and last.endswith("no data set was stored.")
@@ -605,13 +552,8 @@ BAD = """
 --epsilon 1.5 | epsilon
 --early-fraction -0.1 | early-fraction
 --switch-prob 0.1 | two to take turns
---gamma 1 | gamma
---reward-scale -1 | reward-scale
 --dataset-size 0 | dataset-size
---dataset-seed -1 | dataset-seed
 --seed -1 | seed
---num-resamples 0 | num-resamples
---eval-episodes 0 | eval-episodes
 --estimator guess | estimator
 --no-such-flag 1 | no-such-flag
 --env-id NoSuchThing-v0 | NoSuchThing
@@ -662,17 +604,3 @@ def test_training_takes_minutes_and_gives_the_committed_policy(run, env_id, name
     assert done.code == 0 and time.process_time() - started < seconds
     committed = load_policy(POLICIES, f"{name}-tau50")
     assert load_policy(done.folders[0], f"{name}-tau50")["greedy_return"] >= committed["greedy_return"] - 40
-
-
-@pytest.mark.slow
-def test_both_estimators_make_cartpole_cautious(run):
-    """Risk aversion shows as a more upright pole, whichever estimator finds it."""
-    for estimator in ("action-noise", "resample"):
-        angle = {}
-        for tau in (0.5, 0.9):
-            flags = ("--env-id", "CartPole-v1", "--expectile-tau", tau, "--dataset-size", 20_000)
-            flags += ("--estimator", estimator, "--policy-dir", estimator, "--dataset-id", "my/pole-v0", "--overwrite")
-            done = run("gen_expectile_data", *flags)
-            assert done.code == 0, done.err
-            angle[tau] = np.abs(np.concatenate([episode[0] for episode in arrays("my/pole-v0")])[:, 2]).mean()
-        assert angle[0.9] < angle[0.5], (estimator, angle)
