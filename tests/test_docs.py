@@ -135,12 +135,15 @@ def test_rows_made_again_are_compared_over_the_seeds_that_both_have(tmp_path, ca
         return tmp_path / name
 
     write("networks.csv", [row("BC", seed, score) for seed, score in ((100, 90), (101, 94), (102, 50))])
+    for name in ("tuning.csv", "pixels.csv"):
+        write(name, [row("CH-N", 100, 0)])
     tolerance = 2 * np.std([90, 94, 50], ddof=1)  # two standard errors of a difference of means over two seeds
     near = [row("BC", 100, 92 - tolerance + 1), row("BC", 101, 92 - tolerance + 1), row("BC", 105, 0)]
     assert report.compare(write("near.csv", near), tmp_path)
     assert f"2 seeds | {93 - tolerance:.1f} | committed 92.0 |" in capsys.readouterr().out
     far = [row("BC", 100, 92 - tolerance - 1), row("BC", 101, 92 - tolerance - 1)]
     assert not report.compare(write("far.csv", far), tmp_path)
+    assert not report.compare(write("none.csv", [row("EDAC", 100, 50)]), tmp_path)  # nothing to compare is no success
 
 
 def test_functions_of_the_index_exist_in_the_scripts_it_names():
