@@ -9,10 +9,8 @@ rows to gen_policies.csv and gen_visitation.csv (gen_*_eps30.csv: more noise), a
 
 import csv
 import itertools
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import gymnasium as gym
@@ -27,9 +25,11 @@ from gen_expectile_data import network, play_episode  # noqa: E402
 SEEDS = (1, 2, 3)
 STUDIES = [("LunarLander-v3", 0.1, (0.1, 0.5, 0.9)), ("CartPole-v1", 0.1, (0.1, 0.5, 0.9))]
 STUDIES += [("CartPole-v1", 0.3, (0.1, 0.5))]
-# what is counted as a visit: (column, lowest, highest) of two observations, 12 x 12 cells; LunarLander: in flight only
-CELLS = {"CartPole-v1": ((2, -0.12, 0.12), (3, -1.2, 1.2)), "LunarLander-v3": ((1, -0.2, 1.6), (3, -1.0, 0.4))}
-AXES = {"CartPole-v1": ("angle", "angular velocity"), "LunarLander-v3": ("height", "vertical speed")}
+# what is counted as a visit: (name, column, lowest, highest) of two observations, 12 x 12 cells; LunarLander: in flight
+CELLS = {
+    "LunarLander-v3": (("height", 1, -0.2, 1.6), ("vertical speed", 3, -1.0, 0.4)),
+    "CartPole-v1": (("angle", 2, -0.12, 0.12), ("angular velocity", 3, -1.2, 1.2)),
+}
 
 
 def read(name, epsilon=0.1):
@@ -49,10 +49,8 @@ def train(env_id, seed, tau, epsilon):
     """The policy of one command of the script, trained unless it is there."""
     home = ROOT / f"runs/gen_report/{env_id}-seed{seed}-eps{epsilon}"
     flags = f"--env-id {env_id} --expectile-tau {tau} --seed {seed} --epsilon {epsilon} --policy-dir {home}"
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, str(ROOT / "gen_expectile_data.py"), *flags.split(), "--dataset-size", "9"]
-        environment = os.environ | {"MINARI_DATASETS_PATH": scratch}
-        subprocess.run([*command, "--dataset-id", "gen/report-v0"], env=environment, check=True)
+    flags += " --dataset-id gen/report-v0 --dataset-size 9 --overwrite"  # nobody needs these data
+    subprocess.run([sys.executable, str(ROOT / "gen_expectile_data.py"), *flags.split()], check=True)
     return home / f"{env_id.split('-')[0].lower()}-tau{int(100 * tau)}" / "policy.pt"
 
 
@@ -73,7 +71,7 @@ def measure(env_id, seed, tau, path, epsilon):
     else:
         row["failures"] = sum(episode["terminations"][-1] for episode in noisy)
         row["abs_angle"] = round(float(np.abs(np.concatenate(obs)[:, 2]).mean()), 4)
-    columns, low, high = np.array(CELLS[env_id]).T
+    columns, low, high = np.array([cell[1:] for cell in CELLS[env_id]]).T
     cells = []
     for half in (0, 1):  # two halves: the distance between them is what chance alone makes
         x = np.concatenate(obs[half::2])[:, columns.astype(int)]
@@ -94,8 +92,7 @@ def visitation(epsilon=0.1):
     return {key: t + t[:, ::-1, ::-1] if key[0] == "CartPole-v1" else t for key, t in tables.items()}
 
 
-def distance(a, b):
-    """Total variation: half the sum of the absolute differences, 0 for the same and 1 for disjoint visits."""
+def distance(a, b):  # total variation
     return 0.5 * np.abs(a / a.sum() - b / b.sum()).sum()
 
 
@@ -142,13 +139,13 @@ def picture(tables):
 
     figure, axes = plt.subplots(2, 3, figsize=(7, 4.4), layout="constrained")
     for row, (env_id, _, taus) in zip(axes, STUDIES):
-        extent = (*CELLS[env_id][0][1:], *CELLS[env_id][1][1:])
+        (x_name, _, *x_range), (y_name, _, *y_range) = CELLS[env_id]
         visits = [np.mean([t.sum(0) / t.sum() for k, t in tables.items() if k[::2] == (env_id, x)], 0) for x in taus]
         for axis, tau, mean in zip(row, taus, visits):
-            axis.imshow(mean.T, vmin=0, vmax=np.max(visits), origin="lower", aspect="auto", extent=extent)
+            axis.imshow(mean.T, vmin=0, vmax=np.max(visits), origin="lower", aspect="auto", extent=(*x_range, *y_range))
             axis.set_title(f"{env_id.split('-')[0]}, τ = {tau}", fontsize=9)
-            axis.set_xlabel(AXES[env_id][0], fontsize=8)
-        row[0].set_ylabel(AXES[env_id][1], fontsize=8)
+            axis.set_xlabel(x_name, fontsize=8)
+        row[0].set_ylabel(y_name, fontsize=8)
     figure.savefig(ROOT / "docs/figures/gen_visitation.png", dpi=160, metadata={"Software": None})
 
 
