@@ -52,7 +52,9 @@ CLOSED = "--method ell-epi-star --uncertainty-set"
 CLONE = "docs/benchmark/clone.py --total-updates 8000 --batch-size 256 --lr 1e-3 --hidden-dim 128"
 D3 = "docs/benchmark/d3.py --total-updates 10000 --batch-size 256 --hidden-dim 128"
 PIXELS = "ersac_atari.py --clone-updates 4000 --critic-warmup 1000 --total-updates 6000 --n-step 10"
-PIXELS += " --bc-coef 0.3 --eval-episodes 20 --eval-epsilon 0.01 --eval-interval 1000 --method"
+PIXELS += " --bc-coef 0.3 --batch-size 32 --hidden-dim 512 --gamma 0.99 --q-lr 3e-4 --policy-lr 3e-4"
+PIXELS += " --polyak 0.01 --alpha 0.0003 --prior-scale 0.03 --eval-episodes 20 --eval-epsilon 0.01"
+PIXELS += " --eval-interval 1000 --method"
 PIXEL_CLONE = "docs/benchmark/clone.py --total-updates 8000 --batch-size 32 --lr 3e-4"
 PIXEL_CLONE += " --hidden-dim 512 --eval-episodes 20 --eval-epsilon 0.01"
 METHODS = {
@@ -86,7 +88,7 @@ METHODS = {
     "SAC-N-pixels": f"{PIXELS} sac-n --num-critics 100",
     "Ell-N-pixels": f"{PIXELS} ell-n --num-critics 100 --upsilon 1.0",
     "Ell_0.9-N-pixels": f"{PIXELS} ell-n --num-critics 100 --upsilon 0.9",
-    "Ell-Epi*-pixels": f"{PIXELS} ell-epi-star --upsilon 0.9",
+    "Ell-Epi*-pixels": f"{PIXELS} ell-epi-star --upsilon 0.9 --index-dim 16 --noise-scale 0.001",
     "CQL-pixels": f"{PIXELS} cql",
     "IQL-pixels": f"{PIXELS} iql",
     "BRAC-BCQ-pixels": f"{PIXELS} brac-bcq",
