@@ -179,7 +179,7 @@ CUT = {
     "docs/benchmark/hover.py": "--seeds 1 --start-steps 4096",
     "docs/benchmark/record_atari.py": "--steps 60 --max-episode-steps 30 --reference-episodes 1 --overwrite",
     "docs/benchmark/speed.py": "--rounds 1 --updates 1 --transitions 256",
-    "docs/benchmark/sweep.py": "--datasets ersac/cartpole/tau50-1k-s{seed}-v0 --methods BC --seeds 100",
+    "docs/benchmark/sweep.py": "--datasets ersac/cartpole/tau50-1k-s{seed}-v0 --methods BC --seeds 100 --flags=",
 }
 TRAINING = "--start-steps 4096 --finish-steps 4096 --floor -100000 --dataset-id my/trained-v0"  # policies trained anew
 

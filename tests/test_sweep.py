@@ -213,26 +213,6 @@ def test_cells_of_the_studies_are_arguments_of_the_script_and_all_their_runs_are
         assert committed <= names and (study in ("targets", "calibration") or committed == names)
 
 
-@pytest.mark.slow
-def test_a_study_makes_what_is_missing_and_reproduces_the_committed_row(tmp_path):
-    """The last line is cut in half, as by a kill; its run is made again, and nothing else."""
-    out = tmp_path / "tables.csv"
-    lines = (BENCHMARK / "tables.csv").read_text().splitlines(keepends=True)
-    lines = [lines[0], *(line for line in lines if line.startswith("upsilon,") and "RiverSwim" in line)]
-    out.write_text("".join(lines)[:-50])
-    command = [sys.executable, str(BENCHMARK / "sweep.py"), "--study", "upsilon", "--envs", "RiverSwim"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *rows, last = csv.DictReader(out.read_text().splitlines())
-    *before, committed = csv.DictReader(lines)
-    assert rows == before
-    for name in committed.keys() - {"updates_per_second", "commit"}:
-        try:
-            assert float(last[name]) == pytest.approx(float(committed[name]), abs=1e-4), name
-        except ValueError:
-            assert last[name] == committed[name]
-
-
 # ----- the rivals
 def test_weighted_cloning_draws_transitions_by_their_episodes_return():
     args = clone.Args(return_temperature=0.5)
