@@ -351,6 +351,7 @@ def test_three_updates_in_plain_code(run, load, first_state, datasets, method, c
         for moment in ("exp_avg", "exp_avg_sq", "step"):
             x, y = ({i: state[moment] for i, state in states.items()} for states in (ours, theirs))
             close(x, y, dict.fromkeys(x, 0.0), 0.01 if moment != "step" else 0, (name, moment))
+    assert torch.equal(last["generator"], generator.get_state()) and last["update"] == 3
     if "q_lr" in changes:
         assert 0 < oracle.clipped < 3 * B or oracle.forbidden > 5
 

@@ -37,19 +37,13 @@ def test_the_same_seed_records_the_same_arrays_and_a_mixture_has_its_share(recor
     assert any(not np.array_equal(a[1], b[1]) for a, b in zip(first, third))
 
 
-def recorder(game, steps):
-    """The recorder's function that plays an episode, and the game it plays, cut after so many steps."""
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    gym.register_envs(ale_py)
-    name = f"ALE/{game.capitalize()}-v5"
-    env = gym.make(name, repeat_action_probability=0.0, frameskip=4, max_episode_steps=steps)
-    return runpy.run_path(str(ROOT / "docs/benchmark/record_atari.py"))["episode"], env
-
-
 @pytest.mark.parametrize("game", ["pong", "breakout"])
 def test_the_script_plays_better_than_chance(game):
     """400 steps of each: the scripted policy has collected clearly more."""
-    episode, env = recorder(game, 400)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    gym.register_envs(ale_py)
+    env = gym.make(f"ALE/{game.capitalize()}-v5", repeat_action_probability=0.0, frameskip=4, max_episode_steps=400)
+    episode = runpy.run_path(str(ROOT / "docs/benchmark/record_atari.py"))["episode"]
     rng = np.random.default_rng(0)
     scripted = np.mean([episode(env, game, rng, 0.0, 8)["rewards"].sum() for _ in range(2)])
     chance = np.mean([episode(env, game, rng, 1.0, 1)["rewards"].sum() for _ in range(2)])

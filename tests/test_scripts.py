@@ -50,6 +50,7 @@ def one_line(done, *words):
 # ----- bad input: v is for the scripts of vectors, e and n for one of them, p for pixels, t for tables
 BAD = """
 v | --dataset-id test/ragged-v0 | T + 1
+v | --dataset-id test/short-v0 | T + 1
 v | --dataset-id test/nan-v0 | finite
 v | --dataset-id test/outside-v0 | Discrete(2)
 v | --dataset-id test/walk-v0 | ersac_atari.py
@@ -137,6 +138,7 @@ def bad_data(datasets):
         store(f"test/{name}outside-v0", [episode(x, np.arange(5), *steps)], env)
         store(f"test/{name}nan-v0", [episode(x, left, np.full(5, np.nan), *steps[1:])], env)
         store(f"test/{name}ragged-v0", 2 * [episode(x, left, *steps)], env)  # merged into one
+    store("test/short-v0", [episode(vector, left, np.ones(4), *steps[1:])], cart)
     store("test/huge-v0", [episode(vector + 3e38, left, *steps)], cart)  # their sum overflows
     space = gym.spaces.Box(-1, 1, (3,), np.float32)
     store("test/other-spaces-v0", [episode(vector[:, :3], left, *steps)], cart, observation_space=space)
