@@ -410,7 +410,8 @@ if __name__ == "__main__":
     number, first, action, steps, *columns = load_steps(dataset, args.gamma, args.n_step)
     action, reward, terminated, returns = (x.to(device) for x in (action, *columns))  # [|D|]
     discount = (args.gamma**steps).to(device)  # [|D|]
-    env = make_atari_env(dataset, render_mode="rgb_array" if args.capture_video else None)
+    film = {"render_mode": "rgb_array"} if args.capture_video else {}
+    env = make_atari_env(dataset, **film)
     frames = load_frames(dataset)
     A = int(dataset.action_space.n)
     some = torch.tensor(frames[:: len(frames) // 5000 + 1]).float()  # [<= 5000, 84, 84]
@@ -488,16 +489,11 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=f"{re.sub('-s[0-9]+(?=-v)', '', dataset.id)} {method}",  # averages over seeds
-            name=os.path.basename(folder),
-            id=os.path.basename(folder),
-            resume="allow",
-            config=asdict(args) | {"dataset_id": dataset.id},
-            save_code=True,
-        )
+        run = os.path.basename(folder)
+        group = f"{re.sub('-s[0-9]+(?=-v)', '', dataset.id)} {method}"  # averages over seeds
+        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": group}
+        config = asdict(args) | {"dataset_id": dataset.id}
+        wandb.init(**where, name=run, id=run, resume="allow", config=config, save_code=True)
 
     # ----- cloning (updates up to 0), then training
     last_time = time.time()

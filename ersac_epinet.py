@@ -172,11 +172,11 @@ def make_eval_env(dataset, **kwargs):
     except Exception as error:
         print(f"no environment, so the policy is not evaluated ({error})")
         return None
-    dims = [gym.spaces.flatdim(x.observation_space) for x in (env, dataset)]
-    if dims[0] != dims[1] or env.action_space != dataset.action_space:
+    space, flat = dataset.observation_space, gym.spaces.flatdim
+    if flat(space) != flat(env.observation_space) or env.action_space != dataset.action_space:
         sys.exit(f"{dataset.id}: its spaces are not those of its environment {env.spec.id}.")
     env = gym.wrappers.TimeLimit(env, 10_000)  # for environments that have none of their own
-    return gym.wrappers.FlattenObservation(env)
+    return gym.wrappers.TransformObservation(env, lambda x: gym.spaces.flatten(space, x), None)
 
 
 # ===== Critic: one network with a mean and a stochastic head
@@ -396,7 +396,8 @@ if __name__ == "__main__":
     dataset = open_dataset(args)
     tensors = load_transitions(dataset, args.gamma)
     obs, action, reward, next_obs, terminated, returns = (x.to(device) for x in tensors)
-    env = make_eval_env(dataset, render_mode="rgb_array" if args.capture_video else None)
+    film = {"render_mode": "rgb_array"} if args.capture_video else {}
+    env = make_eval_env(dataset, **film)
     D, A = obs.shape[1], int(dataset.action_space.n)
     obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
     obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std
@@ -460,16 +461,11 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=f"{re.sub('-s[0-9]+(?=-v)', '', dataset.id)} {method}",  # averages over seeds
-            name=os.path.basename(folder),
-            id=os.path.basename(folder),
-            resume="allow",
-            config=asdict(args) | {"dataset_id": dataset.id},
-            save_code=True,
-        )
+        run = os.path.basename(folder)
+        group = f"{re.sub('-s[0-9]+(?=-v)', '', dataset.id)} {method}"  # averages over seeds
+        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": group}
+        config = asdict(args) | {"dataset_id": dataset.id}
+        wandb.init(**where, name=run, id=run, resume="allow", config=config, save_code=True)
 
     # a linear prior head never changes at an observation: computed once on all data
     sigma_p = sigma_p_next = None

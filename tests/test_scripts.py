@@ -8,7 +8,6 @@ import math
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -293,7 +292,7 @@ def test_a_killed_run_resumes_to_the_same_bits(script, run, load, datasets, monk
         def interrupt(*arguments, draw=draw, calls=calls, **options):
             calls.append(1)
             if len(calls) == draw:
-                signal.raise_signal(signal.SIGINT)
+                raise KeyboardInterrupt
             return randint(*arguments, **options)
 
         with monkeypatch.context() as patch:
