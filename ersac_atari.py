@@ -299,7 +299,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     tiny = torch.finfo(d.dtype).tiny
     ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
     distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil(upsilon N): 0.28 * 25 rounds up to above 7
     radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
     sigma_pi = sigma @ pi.double()[..., None]  # [B, A, 1]
     norm = (pi.double()[:, None] @ sigma_pi).clamp(min=tiny).sqrt()  # sqrt(pi' Sigma pi), [B, 1, 1]
@@ -310,7 +310,7 @@ def worst_case_gaussian(mu, sigma_bar, pi, radius):
     """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
     q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
     v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
-    norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
+    norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1], in double; 0: q* = mu
     v = v / norm.clamp(min=torch.finfo(v.dtype).tiny)
     return mu - radius * torch.einsum("bad,bd->ba", sigma_bar, v.to(mu.dtype))
 
@@ -636,10 +636,10 @@ if __name__ == "__main__":
     with torch.no_grad():
         every = len(action) // 1000 + 1
         log_pi = act(stack(frames, number[::every], first[::every]))
-    low, high = (dataset.storage.metadata.get(f"ref_{end}_score") for end in ("min", "max"))
+    ref_min, ref_max = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     normalized = None
-    if env and None not in (low, high) and low != high:
-        normalized = 100 * (scores.mean() - low) / (high - low)
+    if env and None not in (ref_min, ref_max) and ref_min != ref_max:
+        normalized = 100 * (scores.mean() - ref_min) / (ref_max - ref_min)
     result = {
         "script": os.path.basename(__file__),
         "method": method,
@@ -652,8 +652,8 @@ if __name__ == "__main__":
         "eval_return_mean": scores.mean() if env else None,
         "eval_return_std": scores.std() if env else None,
         "eval_returns": scores.tolist(),
-        "random_return": low,
-        "reference_return": high,
+        "random_return": ref_min,
+        "reference_return": ref_max,
         "normalized_return": normalized,
         "policy_entropy": entropy(log_pi.exp(), log_pi).mean().item(),
     }
@@ -663,5 +663,6 @@ if __name__ == "__main__":
     score = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
     print(f"{method} on {dataset.id}: {score}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)")
+        scale = f"(0: {ref_min:.1f}, random play; 100: {ref_max:.1f}, reference)"
+        print(f"normalized return {normalized:.1f} {scale}")
     print(f"run folder: {folder}")

@@ -101,7 +101,7 @@ class Args:
     polyak: float = 0.05
     """rate at which the target critics follow the critics"""
     alpha: float = 0.003
-    """entropy coefficient (temperature), with --autotune its first value"""
+    """entropy coefficient (temperature) for the scaled rewards, with --autotune its first value"""
     autotune: bool = False
     """learn the temperature so that the policy's entropy meets the target (Section 2.2)"""
     target_entropy: float = 0.3
@@ -223,7 +223,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     tiny = torch.finfo(d.dtype).tiny
     ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
     distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil(upsilon N): 0.28 * 25 rounds up to above 7
     radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
     sigma_pi = sigma @ pi.double()[..., None]  # [B, A, 1]
     norm = (pi.double()[:, None] @ sigma_pi).clamp(min=tiny).sqrt()  # sqrt(pi' Sigma pi), [B, 1, 1]
@@ -330,10 +330,10 @@ if __name__ == "__main__":
     D, A = obs.shape[1], int(dataset.action_space.n)
     obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
     obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std
-    seen = returns[returns.isfinite()]
-    if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
-        seen = reward / (1 - args.gamma)
-    scale = RETURN_SCALE / max(seen.square().mean().sqrt().item(), 1e-8)
+    known = returns[returns.isfinite()]
+    if len(known) == 0:  # no episode ended: assume that each reward repeats forever
+        known = reward / (1 - args.gamma)
+    scale = RETURN_SCALE / max(known.square().mean().sqrt().item(), 1e-8)
     reward, returns = reward * scale, returns * scale
 
     # ----- networks: critics and their frozen priors, target critics, actor, temperature
@@ -498,10 +498,10 @@ if __name__ == "__main__":
         env.close()
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
-    low, high = (dataset.storage.metadata.get(f"ref_{end}_score") for end in ("min", "max"))
+    ref_min, ref_max = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     normalized = None
-    if env and None not in (low, high) and low != high:
-        normalized = 100 * (scores.mean() - low) / (high - low)
+    if env and None not in (ref_min, ref_max) and ref_min != ref_max:
+        normalized = 100 * (scores.mean() - ref_min) / (ref_max - ref_min)
     result = {
         "script": os.path.basename(__file__),
         "method": method,
@@ -514,8 +514,8 @@ if __name__ == "__main__":
         "eval_return_mean": scores.mean() if env else None,
         "eval_return_std": scores.std() if env else None,
         "eval_returns": scores.tolist(),
-        "random_return": low,
-        "reference_return": high,
+        "random_return": ref_min,
+        "reference_return": ref_max,
         "normalized_return": normalized,
         "policy_entropy": entropy(log_pi.exp(), log_pi).mean().item(),
     }
@@ -525,5 +525,6 @@ if __name__ == "__main__":
     score = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
     print(f"{method} on {dataset.id}: {score}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)")
+        scale = f"(0: {ref_min:.1f}, random play; 100: {ref_max:.1f}, reference)"
+        print(f"normalized return {normalized:.1f} {scale}")
     print(f"run folder: {folder}")

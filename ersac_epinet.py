@@ -3,8 +3,9 @@
 
 One network stands for an ensemble: an index z ~ N(0, I) picks a Q-function, and their spread is
 what the data leave open. At each state an ellipsoid holds the likely Q-vectors; the actor learns
-against the worst of them. By default every z bootstraps from itself, which is ours; in the paper's
-form (--targets shared) all z learn from one worst-case target. A run of two minutes:
+against the worst of them. By default every z bootstraps from itself, which is ours; with --targets
+shared all z learn from one worst-case target (the docs have the paper's full settings). The method
+ell-epi-star is Algorithm 4; ell-epi puts the sets of Algorithms 2 and 3 over sampled z.
 
     python ersac_epinet.py --env-id LunarLander-v3 --upsilon 0.9
 """
@@ -82,7 +83,7 @@ class Args:
     upsilon: float = 0.9
     """probability (ell-epi-star, below 1) or share of the samples (ell-epi) that the set covers"""
     index_dim: int = 16
-    """d_z, the dimension of the index z"""
+    """d_z, the dimension of the index z; below |A| the closed form's set holds more than upsilon"""
     num_index_samples: int = 100
     """N, the number of sampled z per update (ell-epi only)"""
     head_input: Literal["obs", "features"] = "obs"
@@ -90,7 +91,7 @@ class Args:
     prior_scale: float = 3.0
     """factor on the frozen prior head, which is the uncertainty where there are no data"""
     noise_scale: float = 0.1
-    """scale of the fixed noise <c, z> on a transition's target (the paper's sigma_bar)"""
+    """scale of the fixed noise <c, z> on a transition's target; not the heads' sigma_bar below"""
     lambda_mu: float = 0.0
     """weight decay of the features and the mean"""
     lambda_sigma: float = 0.0
@@ -111,7 +112,7 @@ class Args:
     polyak: float = 0.05
     """rate at which the target critic follows the critic"""
     alpha: float = 0.003
-    """entropy coefficient"""
+    """entropy coefficient, for the scaled rewards"""
 
 
 # ===== The data: a Minari data set as tensors, and the environment to evaluate in
@@ -228,7 +229,7 @@ class EpinetCritic(nn.Module):
             self.sigma_L = GeneralHead(sizes, index_dim, num_actions)
             self.sigma_P = GeneralHead(sizes, index_dim, num_actions)
         self.sigma_P.requires_grad_(False)
-        if head_input == "obs":  # He initialisation: |sigma_bar| is about the rms of x, for every d_z
+        if head_input == "obs":  # He initialisation: |sigma_P| is about the rms of x, for every d_z
             layers = [layer for layer in self.sigma_P.modules() if isinstance(layer, nn.Linear)]
             for layer in layers:
                 nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
@@ -237,8 +238,10 @@ class EpinetCritic(nn.Module):
             layers[-1].bias.zero_()
 
     def read(self, obs):
-        psi = self.psi(obs)  # [B, H]
-        return psi, INPUT_SCALE * obs if self.head_input == "obs" else psi.detach()  # x, [B, X]
+        """The features psi [B, H] of the mean, and x [B, X], which the heads read."""
+        psi = self.psi(obs)
+        x = INPUT_SCALE * obs if self.head_input == "obs" else psi.detach()
+        return psi, x
 
     def forward(self, obs, sigma_p=None):
         """sigma_p [B, A d_z]: the prior head at these observations, if it is known already"""
@@ -279,7 +282,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     tiny = torch.finfo(d.dtype).tiny
     ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
     distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil(upsilon N): 0.28 * 25 rounds up to above 7
     radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
     sigma_pi = sigma @ pi.double()[..., None]  # [B, A, 1]
     norm = (pi.double()[:, None] @ sigma_pi).clamp(min=tiny).sqrt()  # sqrt(pi' Sigma pi), [B, 1, 1]
@@ -290,7 +293,7 @@ def worst_case_gaussian(mu, sigma_bar, pi, radius):
     """The worst case in the ellipsoid of q ~ N(mu, sigma_bar sigma_bar'): with v = sigma_bar' pi,
     q* = mu - radius sigma_bar v / |v|, where radius = sqrt(chi2.ppf(upsilon, A)). [B, A]"""
     v = torch.einsum("bad,ba->bd", sigma_bar, pi).double()  # [B, d_z]
-    norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1]; where it is 0, q* = mu
+    norm = v.norm(dim=-1, keepdim=True)  # sqrt(pi' Sigma pi), [B, 1], in double; 0: q* = mu
     v = v / norm.clamp(min=torch.finfo(v.dtype).tiny)
     return mu - radius * torch.einsum("bad,bd->ba", sigma_bar, v.to(mu.dtype))
 
@@ -322,7 +325,7 @@ def robust_target(reward, terminated, pi, log_pi, q_star, alpha, gamma):
 
 
 def propagated_spread(terminated, pi, sigma_bar, gamma):
-    """The next state's part in an index's own target y(z) = y + <spread, z>. [B, d_z]"""
+    """How the next state's spread enters an index's own target, y(z) = y + <spread, z>. [B, d_z]"""
     return gamma * (1 - terminated)[:, None] * torch.einsum("ba,bad->bd", pi, sigma_bar)
 
 
@@ -401,12 +404,13 @@ if __name__ == "__main__":
     D, A = obs.shape[1], int(dataset.action_space.n)
     obs_mean, obs_std = obs.mean(0), obs.std(0, correction=0).clamp(min=1e-3)
     obs, next_obs = (obs - obs_mean) / obs_std, (next_obs - obs_mean) / obs_std
-    seen = returns[returns.isfinite()]
-    if len(seen) == 0:  # no episode ended: assume that each reward repeats forever
-        seen = reward / (1 - args.gamma)
-    scale = RETURN_SCALE / max(seen.square().mean().sqrt().item(), 1e-8)
+    known = returns[returns.isfinite()]
+    if len(known) == 0:  # no episode ended: assume that each reward repeats forever
+        known = reward / (1 - args.gamma)
+    scale = RETURN_SCALE / max(known.square().mean().sqrt().item(), 1e-8)
     reward, returns = reward * scale, returns * scale
-    # a transition's noise <c, z>: every z sees its own version of the data, like a resample
+    # a transition's noise <c, z>: every z sees its own version of the data, like a resample; after n
+    # visits the heads' share of it has shrunk to noise_scale |mean(c)|, about noise_scale / sqrt(n)
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor
@@ -467,7 +471,7 @@ if __name__ == "__main__":
         config = asdict(args) | {"dataset_id": dataset.id}
         wandb.init(**where, name=run, id=run, resume="allow", config=config, save_code=True)
 
-    # a linear prior head never changes at an observation: computed once on all data
+    # frozen, linear in z and read from the observation: the prior head is computed once on all data
     sigma_p = sigma_p_next = None
     stored = star and args.head_input == "obs"
     if stored:
@@ -497,7 +501,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             pi = log_pi.exp()
-            spread = 0.0
+            spread = 0.0  # shared: the same y for every z
             if args.targets == "shared":
                 q_next = worst_case(target_critic, s_next, pi, z, sigma_p_next)  # q*, [B, A]
             elif star:
@@ -583,10 +587,10 @@ if __name__ == "__main__":
         env.close()
     with torch.no_grad():
         log_pi = actor(obs[:10_000]).log_softmax(-1)
-    low, high = (dataset.storage.metadata.get(f"ref_{end}_score") for end in ("min", "max"))
+    ref_min, ref_max = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     normalized = None
-    if env and None not in (low, high) and low != high:
-        normalized = 100 * (scores.mean() - low) / (high - low)
+    if env and None not in (ref_min, ref_max) and ref_min != ref_max:
+        normalized = 100 * (scores.mean() - ref_min) / (ref_max - ref_min)
     result = {
         "script": os.path.basename(__file__),
         "method": method,
@@ -599,8 +603,8 @@ if __name__ == "__main__":
         "eval_return_mean": scores.mean() if env else None,
         "eval_return_std": scores.std() if env else None,
         "eval_returns": scores.tolist(),
-        "random_return": low,
-        "reference_return": high,
+        "random_return": ref_min,
+        "reference_return": ref_max,
         "normalized_return": normalized,
         "policy_entropy": entropy(log_pi.exp(), log_pi).mean().item(),
     }
@@ -610,5 +614,6 @@ if __name__ == "__main__":
     score = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
     print(f"{method} on {dataset.id}: {score}")
     if normalized is not None:
-        print(f"normalized return {normalized:.1f} (0: {low:.1f}, random play; 100: {high:.1f}, reference)")
+        scale = f"(0: {ref_min:.1f}, random play; 100: {ref_max:.1f}, reference)"
+        print(f"normalized return {normalized:.1f} {scale}")
     print(f"run folder: {folder}")

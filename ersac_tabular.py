@@ -53,7 +53,8 @@ class Args:
     """probability of a jump to a random state after each collected transition"""
 
     targets: Literal["shared", "own"] = "shared"
-    """shared: the paper's one robust target for all tables; own: every table bootstraps from itself"""
+    """shared: the paper's one robust target for all tables; own: every table bootstraps from itself, and
+    the worst case is the actor's alone"""
     uncertainty_set: Literal["box", "hull", "ellipsoid"] = "ellipsoid"
     """set over the tables' Q-vectors: box (shared targets: SAC-N), hull (CH-N), ellipsoid (Ell-N)"""
     upsilon: float = 0.9
@@ -63,7 +64,7 @@ class Args:
     bootstrap: bool = True
     """every table learns from its own resample; without, only the initial tables differ"""
     prior: tuple[float, float] | None = None
-    """range of the initial tables; None is what can be attained, [r_min, r_max] / (1 - gamma)"""
+    """range of the initial tables; None is [r_min, r_max] / (1 - gamma), which bounds all values"""
 
     total_updates: int = 6000
     """updates; each sweeps the whole data set, for all tables and the actor"""
@@ -103,7 +104,7 @@ def riverswim():
     R = np.zeros((20, 2, 20))
     for s in range(20):
         P[s, 0, max(s - 1, 0)] = 1.0
-        R[s, 0, max(s - 1, 0)] = 5.0
+        R[s, 0, max(s - 1, 0)] = 5.0  # for every step left, not only on the bank
         P[s, 1, max(s - 1, 0)] += 0.137028976772708
         P[s, 1, s] += 0.284628388822161
         P[s, 1, min(s + 1, 19)] += 0.578342634405131
@@ -112,7 +113,7 @@ def riverswim():
 
 
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (0.1 in IQL)."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL's is 1 - tau)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
@@ -126,7 +127,7 @@ def expectile(values, probs, tau, axis=-1):
 
 
 def expectile_value_iteration(P, R, tau, gamma):
-    """Q(s, a) = expectile over s' ~ P(.|s, a) of r + gamma max_a' Q(s', a'), solved. [S, A]"""
+    """Algorithm 5's fixed point: Q(s, a) is the expectile over s' of r + gamma max_a' Q(s', a'). [S, A]"""
     q = np.zeros(P.shape[:2])
     while True:
         q_next = expectile(R + gamma * q.max(-1), P, tau)  # [S, A, S] -> [S, A]
@@ -175,7 +176,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     tiny = torch.finfo(d.dtype).tiny
     ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
     distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # 0.28 * 25 is a little above 7
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil(upsilon N): 0.28 * 25 rounds up to above 7
     radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
     sigma_pi = sigma @ pi.double()[..., None]  # [B, A, 1]
     norm = (pi.double()[:, None] @ sigma_pi).clamp(min=tiny).sqrt()  # sqrt(pi' Sigma pi), [B, 1, 1]
@@ -256,7 +257,8 @@ if __name__ == "__main__":
     q = torch.tensor(np.random.default_rng([args.seed, 2]).uniform(*args.prior, (N, S, A)))
     q_target = q.clone()
     logits = torch.zeros(S, A, dtype=torch.float64, requires_grad=True)
-    # a nearly deterministic softmax has tiny gradients: a larger eps would hold it there
+    # Adam divides by sqrt(v) + eps: with the tiny gradients of a nearly deterministic softmax a larger
+    # eps would hold it there
     optimizer = torch.optim.Adam([logits], args.policy_lr, eps=1e-30)
 
     def worst_case(q, pi):
@@ -311,8 +313,8 @@ if __name__ == "__main__":
             if args.targets == "shared":
                 q_next = worst_case(q_target, pi)  # q*, [S, A]
             else:
-                q_next = q_target.reshape(N, 1, 1, S, A)  # for every (s, a) the same
-            # one y for every (s, a, s_next), [S, A, S] or [N, S, A, S]; V(s_next) is the last axis
+                q_next = q_target.reshape(N, 1, 1, S, A)  # S is s_next; the same for every (s, a)
+            # V(s_next) is [S] or [N, 1, 1, S] and meets the last axis of the reward [S, A, S]
             y = robust_target(reward, 0.0, pi, log_pi, q_next, args.alpha, args.gamma)
 
             # critic update: every table steps towards the mean target of its own transitions

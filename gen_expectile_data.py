@@ -110,7 +110,7 @@ def action_values(critic, obs, tau):
 
 # ===== The expectile target
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (0.1 in IQL)."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL's is 1 - tau)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
