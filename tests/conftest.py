@@ -345,6 +345,7 @@ def plain_worst_case(kind, q, pi, upsilon):
         return q.min(0)
     if kind == "hull":
         return min(q, key=lambda x: pi @ x)
+    assert kind == "ellipsoid", f"plain_worst_case in conftest.py has no set {kind}: write it there, without the script"
     mu = q.mean(0)
     sigma = sum(np.outer(x - mu, x - mu) for x in q) / len(q)
     inverse = np.linalg.inv(sigma + 1e-12 * np.trace(sigma) / len(mu) * np.eye(len(mu)))  # for collapsed directions

@@ -3,6 +3,7 @@ paper, its box is SAC-N (Proposition 3.1), its actor's gradient is exact (envelo
 
 import itertools
 import math
+from typing import get_args
 
 import gymnasium as gym
 import numpy as np
@@ -138,6 +139,11 @@ DECLARED = {  # steps of an evaluation episode, reference scores; the second has
     "test/declared-v0": (1, 0.0, 25.0),
     "test/chain-cut-v0": (4, None, None),
 }
+
+
+def test_every_set_has_a_plain_loop():
+    sets = {flags.split("--uncertainty-set ")[1].split()[0] for flags, _ in VARIANTS}
+    assert sets == set(get_args(script.Args.__annotations__["uncertainty_set"]))
 
 
 @pytest.mark.parametrize("flags, method", [pytest.param(*pair, id=pair[1]) for pair in VARIANTS])

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -208,6 +209,12 @@ SETTINGS = {
     "ellipsoid, 0.28 * 25 is above 7": ELLIPSOID | WEAR | dict(upsilon=0.28, num_critics=25, prior=None),
 }
 SETTINGS = {name: BASE | own for name, own in SETTINGS.items()}
+
+
+def test_every_set_has_a_plain_loop():
+    sets = {(flags["uncertainty_set"], flags["targets"]) for flags in SETTINGS.values()}
+    fields = tables.Args.__annotations__
+    assert sets == set(itertools.product(get_args(fields["uncertainty_set"]), get_args(fields["targets"])))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

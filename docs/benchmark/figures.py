@@ -28,14 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CSVS = ROOT / "docs" / "benchmark"
 sys.path[:0] = [str(ROOT), str(CSVS)]
 from calibration import radius_squared  # noqa: E402
-from report import by_seed, half_width, labelled, load, main_scores, per_seed  # noqa: E402
+from report import by_seed, cells_of, half_width, labelled, load, main_scores, per_seed  # noqa: E402
 
 from ersac_epinet import worst_case_gaussian, worst_case_gaussian_box  # noqa: E402
 from ersac_tabular import (  # noqa: E402
-    collect,
-    expectile_value_iteration,
-    machine_replacement,
-    riverswim,
     worst_case_box,
     worst_case_ellipsoid,
     worst_case_hull,
@@ -43,9 +39,8 @@ from ersac_tabular import (  # noqa: E402
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"  # colour-blind safe
 SETS = {"box": (GREEN, "box (SAC-N)"), "hull": (BLUE, "convex hull"), "ellipsoid": (ORANGE, "ellipsoid, υ = 0.9")}
-METHODS = {"SAC-N": (GREEN, "s"), "CH-N": (BLUE, "^"), "Ell_0.9-N": (ORANGE, "o"), "Ell-Epi*": (PURPLE, "D")}
-METHODS |= {"Ell-Epi*-own": ("#56B4E9", "v"), "BC": ("black", "x")}
-TAUS = {0.1: (ORANGE, "τ = 0.1, risk-seeking"), 0.5: (GREY, "τ = 0.5, neutral"), 0.9: (BLUE, "τ = 0.9, risk-averse")}
+LEARNING = {"Ell-Epi*-own": ("#56B4E9", "Epinet, own targets (default)")}
+LEARNING |= {"SAC-N": (GREEN, "box of ten critics (SAC-N)"), "Ell_0.9-N": (ORANGE, "ellipsoid of ten critics")}
 TARGETS = {"own": (BLUE, "own targets"), "shared": (ORANGE, "shared targets, the paper's form")}
 plt.rcParams.update({"figure.dpi": 160, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.constrained_layout.use": True})
@@ -69,29 +64,6 @@ def run_folder(runs, updates):
         command = [sys.executable, str(ROOT / "ersac_tabular.py"), *flags.split(), "--output-dir", runs]
         subprocess.run(command, check=True)
     return sorted(Path(runs).glob(finished))[0].parent
-
-
-def visitation(args):
-    """How often the behaviour policies visit each state and which action they take there, for the three risk levels."""
-    fig, axes = plt.subplots(2, 2, figsize=(7.5, 4.2), sharex="col")
-    for column, env in enumerate(("MachineReplacement", "RiverSwim")):
-        for i, (tau, (colour, label)) in enumerate(TAUS.items()):
-            P, R = riverswim() if env == "RiverSwim" else machine_replacement()
-            behaviour = expectile_value_iteration(P, R, tau, 0.9).argmax(-1)  # [S]
-            visits = np.zeros_like(P)  # of the ten data sets of 1000x, [S, A, S]
-            for seed in range(100, 110):
-                visits += collect(P, behaviour, 1000 * len(P), 0.1, 0.1, np.random.default_rng([seed, 0]))
-            share = visits.sum(-1) / visits.sum()  # [S, A]
-            states = np.arange(1, len(share) + 1)
-            axes[0, column].bar(states + 0.28 * (i - 1), share.sum(-1), 0.28, color=colour, label=label)
-            axes[1, column].plot(states, share[:, 1] / share.sum(-1), "o-", ms=3, lw=1, color=colour)
-        axes[0, column].set_title({"MachineReplacement": "Machine Replacement"}.get(env, env))
-        axes[1, column].set_ylim(-0.05, 1.05)
-        axes[1, column].set_xlabel("state")
-    axes[0, 0].set_ylabel("share of the data")
-    axes[1, 0].set_ylabel("share of action 1\n(replace / swim right)")
-    axes[0, 0].legend(fontsize=8)
-    fig.savefig(f"{args.out}/tabular_visitation.png")
 
 
 def draw_outlines(ax, q, upsilon=0.9):
@@ -200,22 +172,26 @@ def epinet(args):
 
 
 def learning(args):
-    """LunarLander: return, spread and value of the Epinet's front-door run beside the paper's form of the ensemble."""
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.6))
-    for name, colour, label in (("epinet", BLUE, "Epinet"), ("ensemble", ORANGE, "ten critics")):
-        rows = load(CSVS / f"lunarlander_{name}.csv")
-        columns = ("eval/return", "charts/std_data_actions", "charts/q_minus_return", "charts/std_other_actions")
-        for ax, column, style in zip((*axes, axes[1]), columns, ("-", "-", "-", "--")):
-            ax.plot([r["update"] for r in rows], [r[column] for r in rows], style, color=colour, lw=1.3, label=label)
-    titles = ("return of the greedy policy", "spread at data (–) and other (- -) actions", "value − observed return")
-    for ax, title in zip(axes, titles):
-        ax.set_title(title, fontsize=8)
-        ax.set_xlabel("update", fontsize=8)
+    """Alternating data with a fifth of good steps: return while learning, every seed, and where the clone ends."""
+    rows, curves = load(CSVS / "networks.csv"), load(CSVS / "networks_curves.csv")
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.6), sharey=True)
+    for ax, (method, (colour, label)) in zip(axes, LEARNING.items()):
+        mine = [r for r in curves if "early80-switch10-100k" in r["dataset_id"] and r["method"] == method]
+        for seed in sorted({r["seed"] for r in mine if 110 <= r["seed"] <= 114}):
+            run = [r for r in mine if r["seed"] == seed and r["flags"] == ""]
+            ax.plot([r["update"] for r in run], [r["eval/return"] for r in run], color=colour, lw=0.9, alpha=0.7)
+        clones = [r for r in rows if "early80-switch10-100k" in r["dataset_id"] and r["method"] == "BC"]
+        for level, name in (
+            (np.mean([r["eval_return_mean"] for r in clones]), "clone"),
+            (clones[0]["reference_return"], "good policy"),
+        ):
+            ax.axhline(level, color=GREY, lw=0.8, ls=":")
+            ax.annotate(name, (1, level), xycoords=("axes fraction", "data"), va="bottom", ha="right", fontsize=7)
+        ax.set_title(label, fontsize=8.5)
+        ax.set(xlabel="update", ylim=(-650, 320))
         ax.tick_params(labelsize=7)
-    axes[1].set_ylim(0, None)
-    axes[2].axhline(0, color=GREY, ls=":", lw=1)
-    axes[0].legend(fontsize=7, loc="center right")
-    fig.savefig(f"{args.out}/lunarlander_learning.png")
+    axes[0].set_ylabel("return of the greedy policy")
+    fig.savefig(f"{args.out}/learning.png")
 
 
 def atari(args):
@@ -245,39 +221,26 @@ def atari(args):
     fig.savefig(f"{args.out}/atari.png")
 
 
-def grid(args):
-    """LunarLander, last policy: against the size of the data by risk level, and on data of mixed quality."""
+def failures(args):
+    """The paper's form, seed by seed: box against ellipsoid of ten critics on the same data."""
     rows = labelled(load(CSVS / "networks.csv"))
-    fig, axes = plt.subplots(1, 4, figsize=(9.5, 3.1), sharey=True, width_ratios=(3, 3, 3, 2))
-    for i, (method, (colour, marker)) in enumerate(METHODS.items()):
-        faint = dict(color=colour, marker=marker, ms=3, alpha=0.4, mew=0.8, ls="none")
-        for ax, tau in zip(axes, (0.1, 0.5, 0.9)):
-            shift = 1.09 ** (i - 2.5)
-            points = []
-            for size in (1000, 10_000, 100_000):
-                y = list(by_seed(rows, ("LunarLander-v3", f"{size:,}", tau), method).values())
-                ax.plot([size * shift] * len(y), y, **faint)
-                if y:
-                    points.append((size * shift, np.mean(y)))
-            if points:
-                style = ":" if method == "BC" else "-"
-                ax.plot(*zip(*points), color=colour, lw=1.2, marker=marker, ms=4.5, ls=style)
-            ax.set(xscale="log", xlim=(600, 170_000), xlabel="transitions")
-            ax.set_title(f"{TAUS[tau][1].split(', ')[1]} data", fontsize=8.5)
-        y = list(by_seed(rows, ("LunarLander-v3", "100,000, mixed", 0.5), method).values())
-        axes[3].plot([i] * len(y), y, **faint)
-        if y:
-            axes[3].plot([i], [np.mean(y)], marker, color=colour, ms=6)
-    axes[3].set_title("100,000 of mixed quality", fontsize=8.5)
-    axes[3].set(xticks=[], xlim=(-0.7, len(METHODS) - 0.3))
-    axes[0].set_ylabel("normalised return")
-    handles = [plt.Line2D([], [], color=c, marker=m, ms=4.5, lw=1.2) for c, m in METHODS.values()]
-    fig.legend(handles, METHODS, loc="outside lower center", ncols=len(METHODS), fontsize=8)
-    for ax in axes:
-        ax.axhline(100, color=GREY, lw=0.8, ls=":")
-        ax.axhline(0, color=GREY, lw=0.8, ls=":")
-        ax.tick_params(labelsize=7.5)
-    fig.savefig(f"{args.out}/grid.png")
+    cells = [c for c in cells_of(rows) if c[0] == "LunarLander-v3" and len(by_seed(rows, c, "Ell_0.9-N")) == 5]
+    fig, ax = plt.subplots(figsize=(7.5, 3.2))
+    for i, cell in enumerate(cells):
+        box, ellipsoid = by_seed(rows, cell, "SAC-N"), by_seed(rows, cell, "Ell_0.9-N")
+        for seed in box.keys() & ellipsoid.keys():
+            ax.plot([i - 0.15, i + 0.15], [box[seed], ellipsoid[seed]], color=GREY, lw=0.8, zorder=1)
+        for shift, scores, kind in ((-0.15, box, "box"), (0.15, ellipsoid, "ellipsoid")):
+            colour, label = SETS[kind]
+            ax.plot([i + shift] * len(scores), list(scores.values()), "o", color=colour, ms=4, label=label)
+    names = [cell[1].replace(", ", "\n", 1) + ("\nrisk-averse" if cell[2] == 0.9 else "") for cell in cells]
+    ax.set_xticks(range(len(cells)), names, fontsize=6.5)
+    ax.axhline(100, color=GREY, lw=0.8, ls=":")
+    ax.axhline(0, color=GREY, lw=0.8, ls=":")
+    ax.set_ylabel("normalised return")
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[:2], labels[:2], fontsize=8, loc="lower right")
+    fig.savefig(f"{args.out}/failures.png")
 
 
 def calibration(args):
@@ -388,7 +351,7 @@ def alternating_episode(args):
     fig.savefig(f"{args.out}/alternating_episode.png")
 
 
-FIGURES = (visitation, sets, epinet, idea, learning, grid, atari, calibration, hedging)
+FIGURES = (sets, epinet, idea, learning, failures, atari, calibration, hedging)
 FIGURES += (main_result, alternating_episode)
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
