@@ -47,4 +47,6 @@ def test_the_script_plays_better_than_chance(game):
     rng = np.random.default_rng(0)
     scripted = np.mean([episode(env, game, rng, 0.0, 8)["rewards"].sum() for _ in range(2)])
     chance = np.mean([episode(env, game, rng, 1.0, 1)["rewards"].sum() for _ in range(2)])
-    assert scripted > chance + 3
+    away = np.mean([episode(env, game, rng, 0.0, 8, 1e-9, 0.0)["rewards"].sum() for _ in range(2)])
+    turns = np.mean([episode(env, game, rng, 0.0, 8, 0.02, 0.5)["rewards"].sum() for _ in range(2)])
+    assert scripted > chance + 3 and scripted > turns > away, (scripted, chance, turns, away)

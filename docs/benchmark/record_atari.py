@@ -2,12 +2,13 @@
 
     python docs/benchmark/record_atari.py --steps 60000
     python docs/benchmark/record_atari.py --game breakout --steps 60000 --random-episodes 0.5
+    python docs/benchmark/record_atari.py --switch-prob 0.02 --random-share 0.1
 
 The policy reads ALE's memory (paddle and ball) and steers the paddle to where the ball is or will be; for a share of
 steps it plays a random action instead and holds it for a while. --random-episodes mixes in episodes of random play,
-which cloning imitates as well. The data set's reference scores are the mean return of random play (0 on the normalised
-scale) and that of the scripted episodes (100). Frames are stored without loss, compressed, so that evaluation sees what
-the data show.
+which cloning imitates as well. With --switch-prob it takes turns inside an episode with one that steers away from the
+ball. Reference scores are the mean returns of random play (0 on the normalised scale) and of the policy alone (100).
+Frames are stored without loss, compressed, so that evaluation sees what the data show.
 """
 
 import os
@@ -35,13 +36,17 @@ class Args:
     game: Literal["pong", "breakout"] = "pong"
     """the game"""
     dataset_id: str | None = None
-    """name of the data set to make; None is ersac/GAME/scripted-v0, or mixed-v0 with --random-episodes"""
+    """name of the data set to make; None is ersac/GAME/scripted-v0, mixed-v0 with random episodes, alternating-v0"""
     steps: int = 60_000
     """transitions to record at least; the last episode is played to its end"""
     random_share: float = 0.2
     """share of steps with a uniformly random action"""
     random_episodes: float = 0.0
     """share of the episodes with random play"""
+    switch_prob: float = 0.0
+    """probability per step that it is drawn again who acts, the policy or the one that steers away; 0: no turns"""
+    good_share: float = 0.5
+    """share of the policy in these draws"""
     hold: int = 8
     """steps for which a random action is held, so that it shows in what follows"""
     seed: int = 0
@@ -49,7 +54,7 @@ class Args:
     max_episode_steps: int | None = None
     """cut episodes after so many steps, in the data and in the recovered environment; None plays to the end"""
     reference_episodes: int = 20
-    """episodes of random play behind the lower reference score"""
+    """episodes of random play behind the lower reference score; with turns, of the policy behind the upper one"""
     overwrite: bool = False
     """replace a data set of this name"""
 
@@ -73,13 +78,14 @@ def pong_action(ram, before, aim):
     return 0 if abs(error) <= 3 else 3 if error > 0 else 2
 
 
-def episode(env, game, rng, random_share, hold):
+def episode(env, game, rng, random_share, hold, switch=0.0, share=1.0):
     """One episode of the policy, as EpisodeBuffer wants it. It begins with 0 to 30 no-ops; in Breakout with random
-    actions, because a clone of no-ops at the start would never serve."""
+    actions, because a clone of no-ops at the start would never serve. In turns with one that steers away: serves, but
+    moves up for down, left for right, and never waits for the ball."""
     obs, _ = env.reset(seed=int(rng.integers(2**31)))
     record = {name: [] for name in ("observations", "actions", "rewards", "terminations", "truncations")}
     record["observations"].append(obs)
-    wait, aim, held, done = int(rng.integers(31)), 5, 0, False
+    wait, aim, held, good, done = int(rng.integers(31)), 5, 0, switch == 0 or rng.random() < share, False
     begin = random_share / (hold * (1 - random_share) + random_share)  # chance that a random action begins
     before = ram = env.unwrapped.ale.getRAM()
     while not done:
@@ -88,6 +94,10 @@ def episode(env, game, rng, random_share, hold):
         if held == 0 and rng.random() < begin:
             held, random_action = hold, int(rng.integers(env.action_space.n))
         action = breakout_action(ram) if game == "breakout" else pong_action(ram, before, aim)
+        if switch > 0 and rng.random() < switch:
+            good = rng.random() < share
+        if not good:
+            action = {0: 2, 2: 3, 3: 2}.get(action, action)
         action = random_action if held > 0 else action
         held = max(held - 1, 0)
         if wait > 0:
@@ -121,8 +131,11 @@ if __name__ == "__main__":
         sys.exit("--steps, --hold, --reference-episodes, --max-episode-steps must be at least 1, --seed at least 0.")
     if not (0 <= args.random_share <= 1 and 0 <= args.random_episodes < 1):
         sys.exit("--random-share: at least 0 and at most 1; --random-episodes: at least 0 and below 1.")
+    if not (0 <= args.switch_prob <= 1 and 0 < args.good_share < 1) or (args.switch_prob and args.random_episodes):
+        sys.exit("--switch-prob: 0 to 1, and not beside --random-episodes; --good-share: between 0 and 1.")
     if args.dataset_id is None:
-        args.dataset_id = f"ersac/{args.game}/{'mixed' if args.random_episodes > 0 else 'scripted'}-v0"
+        kind = "mixed" if args.random_episodes > 0 else "alternating" if args.switch_prob > 0 else "scripted"
+        args.dataset_id = f"ersac/{args.game}/{kind}-v0"
     if args.dataset_id in minari.list_local_datasets() and not args.overwrite:
         sys.exit(f"--dataset-id {args.dataset_id} exists; choose another or give --overwrite.")
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
@@ -132,6 +145,9 @@ if __name__ == "__main__":
     rng = np.random.default_rng(args.seed)
     games = tqdm(range(args.reference_episodes), "random play", unit="episode")
     random_returns = [episode(env, args.game, rng, 1.0, 1)["rewards"].sum() for _ in games]
+    noise, turns = (args.random_share, args.hold), (args.switch_prob, args.good_share)
+    alone = tqdm(range(args.reference_episodes if args.switch_prob > 0 else 0), "policy alone", unit="episode")
+    best_returns = [episode(env, args.game, rng, *noise)["rewards"].sum() for _ in alone]
 
     # written episode by episode into a folder of its own, moved to its place when it is complete
     final = Path(get_dataset_path(args.dataset_id))
@@ -143,8 +159,7 @@ if __name__ == "__main__":
         bar = tqdm(total=args.steps, desc="recording", unit="step")
         while steps < args.steps or not returns:
             scripted = played - len(returns) >= args.random_episodes * (played + 1)  # random ones so far: enough?
-            noise = (args.random_share, args.hold) if scripted else (1.0, 1)
-            record = episode(env, args.game, rng, *noise)
+            record = episode(env, args.game, rng, *noise, *turns) if scripted else episode(env, args.game, rng, 1.0, 1)
             if scripted:
                 returns.append(float(record["rewards"].sum()))
             buffer = [EpisodeBuffer(id=played, **record)]
@@ -158,7 +173,7 @@ if __name__ == "__main__":
             steps += len(record["rewards"])
             bar.update(len(record["rewards"]))
         bar.close()
-        low, high = float(np.mean(random_returns)), float(np.mean(returns))
+        low, high = float(np.mean(random_returns)), float(np.mean(best_returns or returns))
         if high > low:  # else there is no scale
             dataset.storage.update_metadata({"ref_min_score": low, "ref_max_score": high})
         compress(dataset.storage.data_path / "main_data.hdf5")
@@ -167,4 +182,6 @@ if __name__ == "__main__":
             shutil.rmtree(final)
         os.replace(get_dataset_path(args.dataset_id), final)
     count = f"{steps} steps, {played} episodes, {len(returns)} of them scripted"
-    print(f"{args.dataset_id}: {count} with mean return {high:.1f}; random play {low:.1f}")
+    print(
+        f"{args.dataset_id}: {count} with mean return {np.mean(returns):.1f}; random play {low:.1f}, 100 is {high:.1f}"
+    )
