@@ -161,7 +161,7 @@ def load_steps(dataset, gamma, n):
     for episode in raw_episodes(dataset):
         a, r, ended = (episode[x][:] for x in ("actions", "rewards", "terminations"))  # [T]
         T = len(a)
-        valid = np.isfinite(r).all() and np.isin(a, range(actions.n)).all()
+        valid = np.isfinite(r).all() and np.isin(a, range(actions.n)).all() and a.ndim == r.ndim == 1
         if not valid or not len(episode["observations"]) - 1 == T == len(r) == len(ended):
             sys.exit(f"{name}: T + 1 frames, T finite rewards, T {actions} actions needed.")
         r = np.append(r.clip(-1.0, 1.0), 0.0)  # clipped for learning only, [T + 1]
@@ -387,6 +387,7 @@ if __name__ == "__main__":
     # ----- check the arguments: no number is negative, no count is 0
     highest = {"q_lr": 1, "policy_lr": 1, "polyak": 1, "upsilon": 1, "eval_epsilon": 1, "gamma": 0.999}
     may_be_zero = ("seed", "clone_updates", "critic_warmup")
+    highest.update(dict.fromkeys(("batch_size", "hidden_dim", "num_critics", "index_dim"), 10_000))
     for name, value in asdict(args).items():
         low = 1 if type(value) is int and name not in may_be_zero else 0
         high = highest.get(name, 10**9)
@@ -481,9 +482,12 @@ if __name__ == "__main__":
     parts = dict(critic=critic, target=target_critic, actor=actor)
     parts.update(q_optimizer=q_optimizer, policy_optimizer=policy_optimizer)
     if os.path.exists(f"{folder}/checkpoint.pt"):
-        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
+        try:
+            checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(checkpoint[name])
+        except Exception as error:
+            sys.exit(f"--resume: {folder}/checkpoint.pt is damaged ({type(error).__name__}).")
         generator.set_state(checkpoint["generator"])
         last_update, rows = checkpoint["update"], checkpoint["rows"]
     if args.track:

@@ -125,7 +125,8 @@ def open_dataset(args):
             print(f"{name} is not on this machine; gen_expectile_data.py makes it.", flush=True)
             gen = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gen_expectile_data.py")
             flags = [f"--{flag}={getattr(args, flag)}" for flag in (*DATA_FLAGS, "output_dir")]
-            subprocess.run([sys.executable, gen, *flags], check=True)
+            if subprocess.run([sys.executable, gen, *flags]).returncode:
+                sys.exit(1)  # it has said why
         elif not get_dataset_path(here).exists():
             print(f"{name} is not on this machine; Minari looks for it online.", flush=True)
             minari.download_dataset(name)
@@ -149,6 +150,7 @@ def load_transitions(dataset, gamma):
         steps = gym.vector.utils.iterate(gym.vector.utils.batch_space(space), episode.observations)
         obs = np.array([gym.spaces.flatten(space, x) for x in steps], np.float32)  # [T + 1, D]
         valid = np.isfinite(obs).all() and np.isfinite(r).all() and np.isin(a, range(actions.n)).all()
+        valid = valid and obs.shape[1] == gym.spaces.flatdim(space) and a.ndim == r.ndim == 1
         if not valid or not len(obs) - 1 == len(a) == len(r) == len(ended):
             sys.exit(f"{name}: T + 1 finite observations, T finite rewards, T {actions} actions needed.")
         returns = lfilter([1.0], [1.0, -gamma], r[::-1])[::-1]  # R_t = r_t + gamma R_t+1
@@ -301,6 +303,7 @@ if __name__ == "__main__":
 
     # ----- check the arguments: no number is negative, no count is 0
     highest = {"q_lr": 1, "policy_lr": 1, "polyak": 1, "upsilon": 1, "expectile_tau": 1, "gamma": 0.999}
+    highest.update(dict.fromkeys(("batch_size", "hidden_dim", "num_critics"), 10_000))
     for name, value in asdict(args).items():
         low = 1 if type(value) is int and "seed" not in name else 0
         high = highest.get(name, 10**9)
@@ -381,9 +384,12 @@ if __name__ == "__main__":
     parts = dict(critic=critic, target=target_critic, actor=actor)
     parts.update(q_optimizer=q_optimizer, policy_optimizer=policy_optimizer)
     if os.path.exists(f"{folder}/checkpoint.pt"):
-        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
+        try:
+            checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(checkpoint[name])
+        except Exception as error:
+            sys.exit(f"--resume: {folder}/checkpoint.pt is damaged ({type(error).__name__}).")
         log_alpha.data.copy_(checkpoint["log_alpha"])
         generator.set_state(checkpoint["generator"])
         last_update, rows = checkpoint["update"], checkpoint["rows"]

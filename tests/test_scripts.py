@@ -50,6 +50,7 @@ def one_line(done, *words):
 BAD = """
 v | --dataset-id test/ragged-v0 | T + 1
 v | --dataset-id test/short-v0 | T + 1
+v | --dataset-id test/square-v0 | T finite rewards
 v | --dataset-id test/nan-v0 | finite
 v | --dataset-id test/outside-v0 | Discrete(2)
 v | --dataset-id test/walk-v0 | ersac_atari.py
@@ -88,6 +89,7 @@ vp | --resume nowhere --seed 3 | no other argument
 vp | --prior-scale -3 | --prior-scale
 vp | --batch-size 0 | --batch-size
 vp | --hidden-dim 0 | --hidden-dim
+vp | --batch-size 1000000000 | --batch-size
 vp | --eval-episodes -2 | --eval-episodes
 ep | --upsilon 1 | infinite
 ep | --noise-scale -1 | --noise-scale
@@ -138,6 +140,7 @@ def bad_data(datasets):
         store(f"test/{name}nan-v0", [episode(x, left, np.full(5, np.nan), *steps[1:])], env)
         store(f"test/{name}ragged-v0", 2 * [episode(x, left, *steps)], env)  # merged into one
     store("test/short-v0", [episode(vector, left, np.ones(4), *steps[1:])], cart)
+    store("test/square-v0", [episode(vector, left, np.ones((5, 2)), *steps[1:])], cart)
     store("test/huge-v0", [episode(vector + 3e38, left, *steps)], cart)  # their sum overflows
     space = gym.spaces.Box(-1, 1, (3,), np.float32)
     store("test/other-spaces-v0", [episode(vector[:, :3], left, *steps)], cart, observation_space=space)
@@ -305,6 +308,15 @@ def test_a_killed_run_resumes_to_the_same_bits(script, run, load, datasets, monk
         again = load(folder)
         assert again.metrics == whole.metrics and same(again.result, whole.result)
         assert same(again.checkpoint, whole.checkpoint)
+
+
+@pytest.mark.parametrize("script", NETWORKS)
+def test_a_damaged_checkpoint_is_refused_and_left_alone(run, datasets, script):
+    (folder,) = run(script, *DATA[script], *SMALL[script]).folders
+    path = folder / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:3000])
+    done = run(script, "--resume", folder)
+    assert done.code == 1 and "checkpoint.pt is damaged" in done.err.splitlines()[-1] and len(path.read_bytes()) == 3000
 
 
 @pytest.mark.slow
