@@ -190,10 +190,11 @@ def test_every_command_of_the_docs_runs(tmp_path, datasets):
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", ".venv", "__pycache__", "wandb"))
     environment = os.environ | {"MINARI_DATASETS_PATH": str(tmp_path / "minari"), "OMP_NUM_THREADS": "1"}
-    mine = tmp_path / "minari" / "my" / "minari-dataset-v0"
-    shutil.copytree(datasets / "test" / "cartpole-v0", mine)
-    metadata = (mine / "data" / "metadata.json").read_text()
-    (mine / "data" / "metadata.json").write_text(metadata.replace("test/cartpole-v0", "my/minari-dataset-v0"))
+    for name in ("my/minari-dataset-v0", "my/cartpole-v0", "ersac/lunarlander/tau50-early80-switch10-100k-v0"):
+        mine = tmp_path / "minari" / name  # a reader's own, or from a command that is cut down here
+        shutil.copytree(datasets / "test" / "cartpole-v0", mine)
+        metadata = (mine / "data" / "metadata.json").read_text()
+        (mine / "data" / "metadata.json").write_text(metadata.replace("test/cartpole-v0", name))
     found = dict.fromkeys((script, rest.strip()) for page in PAGES for script, rest in commands(page))
     order = sorted(found, key=lambda command: "record_atari" not in command[0])  # the recording is used by others
     ran, failed = 0, []
