@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSVS = ROOT / "docs" / "benchmark"
 sys.path[:0] = [str(ROOT), str(CSVS)]
 from calibration import radius_squared  # noqa: E402
-from report import by_seed, cells_of, half_width, labelled, load, main_scores, per_seed  # noqa: E402
+from report import MAIN, by_seed, cells_of, half_width, labelled, load, main_scores, per_seed  # noqa: E402
 
 from ersac_epinet import worst_case_gaussian, worst_case_gaussian_box  # noqa: E402
 from ersac_tabular import (  # noqa: E402
@@ -188,7 +188,7 @@ def learning(args):
             ax.axhline(level, color=GREY, lw=0.8, ls=":")
             ax.annotate(name, (1, level), xycoords=("axes fraction", "data"), va="bottom", ha="right", fontsize=7)
         ax.set_title(label, fontsize=8.5)
-        ax.set(xlabel="update", ylim=(-650, 320))
+        ax.set(xlabel="update", xlim=(0, 20_500), ylim=(-420, 330))
         ax.tick_params(labelsize=7)
     axes[0].set_ylabel("return of the greedy policy")
     fig.savefig(f"{args.out}/learning.png")
@@ -304,7 +304,7 @@ def main_result(args):
     """The main table: the score in the cell, coloured by the points behind the row's best. Five inches wide."""
     labels, methods, scores = main_scores(labelled(load(CSVS / "networks.csv")))
     behind = np.nanmax(scores, axis=1, keepdims=True) - scores
-    fig, ax = plt.subplots(figsize=(5, 0.9 + 0.23 * len(labels)), dpi=200)
+    fig, ax = plt.subplots(figsize=(5.4, 0.9 + 0.23 * len(labels)), dpi=200)
     colours = plt.get_cmap("YlOrRd").with_extremes(bad="white")
     ax.imshow(np.ma.masked_invalid(behind), cmap=colours, vmin=0, vmax=80, aspect="auto")
     for (i, j), score in np.ndenumerate(scores):
@@ -313,10 +313,14 @@ def main_result(args):
             best = "bold" if behind[i, j] < 0.5 else "normal"
             ax.text(j, i, f"{score:.0f}".replace("-", "−"), fontsize=8, fontweight=best, **style)
     names = {"Ell-Epi*-own": "Epinet, own\n(default)", "Ell_0.9-N-own": "ten critics,\nown", "BC": "cloning"}
-    names |= {"BC-top": "better half\ncloned", "CQL-untuned": "CQL,\nuntuned"}
+    names |= {"Ell_0.9-N": "ellipsoid of\nten critics", "SAC-N": "box of\nten critics", "Ell-Epi*": "Epinet"}
+    names |= {"BC-top": "better half\ncloned", "BC-top10": "best tenth\ncloned", "CQL-untuned": "CQL,\nuntuned"}
     ax.set_xticks(
         range(len(methods)), [names.get(m, m) for m in methods], rotation=55, ha="left", rotation_mode="anchor"
     )
+    for text, mine in (("ours", MAIN[:2]), ("the paper's form", MAIN[2:5]), ("rivals", MAIN[5:])):
+        where = [j for j, method in enumerate(methods) if method in mine]
+        ax.text(np.mean(where), len(labels) - 0.4, text, fontsize=7, ha="center", va="top")
     ax.set_yticks(range(len(labels)), labels)
     ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0, labelsize=7)
     ax.set_xticks(np.arange(len(methods)) - 0.5, minor=True)

@@ -177,6 +177,18 @@ SETS = ("Ell-Epi*-own", "Box-Epi*-own", "Ell_0.9-N-own", "Box-N-own", "Ell-Epi*"
 CLONES = ("BC", "BC-sampled", "BC-top", "BC-top10", "BC-weighted")
 D3 = ("CQL-untuned", "CQL", "BCQ", "DDQN")
 RIVALS = ("BC", "BC-top", "CQL-untuned", "CQL")
+MAIN = (
+    "Ell-Epi*-own",
+    "Ell_0.9-N-own",
+    "Ell_0.9-N",
+    "SAC-N",
+    "Ell-Epi*",
+    "BC",
+    "BC-top",
+    "BC-top10",
+    "CQL-untuned",
+    "CQL",
+)
 
 
 def labelled(rows):
@@ -337,14 +349,14 @@ def main_scores(rows):
     """Means over five seeds on all kinds of LunarLander data: labels, methods, scores [kinds, methods] or NaN."""
     rows = [r for r in rows if r["env_id"] == "LunarLander-v3" and r["expectile_tau"] != 0.1]
     rows = [r for r in rows if 100 <= r["seed"] <= 104 or (r["switch_prob"] and 110 <= r["seed"] <= 114)]
-    methods = ("Ell-Epi*-own", "Ell_0.9-N-own", "Ell_0.9-N", "SAC-N", "Ell-Epi*", "BC", "BC-top", "CQL-untuned", "CQL")
-    methods = present(rows, methods)
+    methods = present(rows, MAIN)
     labels, scores = [], []
     for cell in cells_of(rows):
         columns = [list(by_seed(rows, cell, m).values()) for m in methods]
         complete = [len(y) == 5 for y in columns]
         if any(complete):
-            labels.append(cell[1] + (", risk-averse" if cell[2] == 0.9 else ""))
+            plain = ", neutral" if "," not in cell[1].split(",000")[1] else ""
+            labels.append(cell[1] + (", risk-averse" if cell[2] == 0.9 else plain))
             scores.append([np.mean(y) if all_there else np.nan for y, all_there in zip(columns, complete)])
     return labels, methods, np.array(scores)
 
