@@ -125,7 +125,7 @@ def test_alternating_and_main_tables():
     gain = np.subtract(scores["Ell-Epi*-own"], scores["BC"])
     assert f"good | {report.gained(gain)} |" in made["alternating_gains"]
     plain, turns = report.main_table(rows).splitlines()[2:]
-    assert plain == "| 10,000 | **81** | 22 (-59) | 71 (-10) |" and "good | **80** | 21 (-59) |" in turns
+    assert plain == "| 10,000, neutral | **81** | 22 (-59) | 71 (-10) |" and "good | **80** | 21 (-59) |" in turns
 
 
 def test_rows_made_again_are_compared_over_the_seeds_that_both_have(tmp_path, capsys):

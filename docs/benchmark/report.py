@@ -154,7 +154,7 @@ def by_targets(rows):
                 own = f"{method.replace('SAC', 'Box')}-own"
                 line += [interval(per_seed(here, column, method=m)) for m in (method, own)]
             table.append(line)
-    header = [f"{method.replace('SAC-N', 'Box-N')} {kind}" for method in TABULAR for kind in ("shared", "own")]
+    header = [name for m in TABULAR for name in (f"{m} shared", f"{m.replace('SAC', 'Box')} own")]
     return markdown(["MDP", "data", "critics' data", "initial tables", "start", *header], table)
 
 
