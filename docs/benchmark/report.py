@@ -177,18 +177,8 @@ SETS = ("Ell-Epi*-own", "Box-Epi*-own", "Ell_0.9-N-own", "Box-N-own", "Ell-Epi*"
 CLONES = ("BC", "BC-sampled", "BC-top", "BC-top10", "BC-weighted")
 D3 = ("CQL-untuned", "CQL", "BCQ", "DDQN")
 RIVALS = ("BC", "BC-top", "CQL-untuned", "CQL")
-MAIN = (
-    "Ell-Epi*-own",
-    "Ell_0.9-N-own",
-    "Ell_0.9-N",
-    "SAC-N",
-    "Ell-Epi*",
-    "BC",
-    "BC-top",
-    "BC-top10",
-    "CQL-untuned",
-    "CQL",
-)
+MAIN = ("Ell-Epi*-own", "Ell_0.9-N-own", "Ell_0.9-N", "SAC-N", "Ell-Epi*")
+MAIN += ("BC", "BC-top", "BC-top10", "CQL-untuned", "CQL")
 
 
 def labelled(rows):
