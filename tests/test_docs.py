@@ -81,10 +81,18 @@ def test_an_interval_is_that_of_students_t():
     assert report.interval(x, 2) == f"{x.mean():.2f} ± {(high - low) / 2:.2f}"
     assert report.interval(x[:1]) == "3" and report.interval(x[:0]) == ""
     assert report.gained(x - 7.5).endswith("(2 of 4)")
-    text = report.compared(["a", "b"], [["1 ± 9", "5.0 ± 4.9"], ["7.0 ± 1", "-0.1 ± 0.2"]])
-    assert text.endswith("2 of these 4 intervals exclude 0.")
-    lines = [["m", "9.0 ± 0.1", "-3.0 ± 2.0"]]
-    assert report.compared(["a", "b", "c"], lines, first=2).endswith("1 of these 1 differences exclude 0.")
+
+
+def test_differences_are_counted_alone_and_by_holms_correction():
+    rng = np.random.default_rng(17)
+    gains = [20 * rng.normal(shift, 1, 5) for shift in (0, 0.9, 1.5, 3, 6, -2)]
+    p = np.array([stats.ttest_1samp(x, 0).pvalue for x in gains])
+    adjusted = [max((len(p) - (p < q).sum()) * q for q in p[p <= one]) for one in p]  # Holm's adjusted p-values
+    clear, holm = (p < 0.1).sum(), sum(x <= 0.1 for x in adjusted)
+    assert 0 < holm < clear < 6
+    line = ["9.0 ± 0.1 (5 of 5)", *map(report.gained, gains)]  # the first is no difference
+    text = report.compared(list("abcdefg"), [line], first=1)
+    assert f"\n\n{clear} of these 6 differences exclude 0, {holm} after Holm" in text
 
 
 def test_best_and_worst_are_marked_by_the_papers_rule():
@@ -104,7 +112,7 @@ def test_differences_are_paired_by_seed_and_pooled_within_it():
     first, second, mean, _, text = report.pairs(rows, [("a", "b")]).splitlines()[2:]
     assert first == f"| LunarLander-v3 | 1,000 | 0.5 | {report.gained(small)} |"
     assert second == f"| LunarLander-v3 | 10,000 | 0.5 | {report.gained(large)} |"
-    assert f"| {report.gained((small + large) / 2)}, 2 cells |" in mean and "of these 3 intervals" in text
+    assert f"| {report.gained((small + large) / 2)}, 2 cells |" in mean and "of these 3 differences" in text
 
 
 def test_alternating_and_main_tables():

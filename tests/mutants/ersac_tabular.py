@@ -8,11 +8,7 @@ FAULTS = [
         "np.tile(rng.multinomial(size, visits.ravel() / size), (N, 1))",
         "all tables share one resample",
     ),
-    (
-        "critic_step = 1 - (1 - args.q_lr) ** n",
-        "critic_step = args.q_lr * (n > 0)",
-        "the tables' step does not grow with the number of transitions",
-    ),
+    ("1 - (1 - args.q_lr) ** n", "args.q_lr * (n > 0)", "the tables' step does not grow with the number of visits"),
     ("q_next = worst_case(q_target, pi)", "q_next = worst_case(q, pi)", "shared targets from the online tables"),
     ("q_next = q_target.reshape(N,", "q_next = q.reshape(N,", "own targets from the online tables"),
     ("kthvalue(k, dim=-1).values.sqrt()", "kthvalue(k, dim=-1).values", "the radius lacks its square root"),

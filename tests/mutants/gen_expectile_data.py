@@ -1,11 +1,7 @@
 """Faults that tests/test_gen.py must notice, see tests/test_mutants.py: (what to replace, by what, in words)."""
 
 FAULTS = [
-    (
-        "weight = np.where(values < e, tau, 1 - tau)",
-        "weight = np.where(values < e, 1 - tau, tau)",
-        "expectiles upside down",
-    ),
+    ("np.where(values < e, tau, 1 - tau)", "np.where(values < e, 1 - tau, tau)", "expectiles upside down"),
     ("cut = np.roll(weight, -1, 0)", "cut = weight", "traces are cut by this step's weight, not by the next one's"),
     ("scored = a if resampling else b", "scored = a", "action-noise: the critic scores the chosen action"),
     ("train_actor = tau is None or rollout >= 8", "train_actor = True", "a tau trains its actor before its critic"),
