@@ -196,7 +196,7 @@ class GeneralHead(nn.Module):
 
     def __init__(self, sizes, index_dim, num_actions):
         super().__init__()
-        self.from_x = mlp(*sizes, 50)  # x and z meet in 50 units, so that little is computed N B times
+        self.from_x = mlp(*sizes, 50)  # 50 units: little is computed N B times
         self.from_z = nn.Linear(index_dim, 50)
         self.g = nn.Linear(50, num_actions * index_dim)
 
@@ -206,10 +206,10 @@ class GeneralHead(nn.Module):
 
 
 class EpinetCritic(nn.Module):
-    """q(s, a, z) = mu(s, a) + sigma_L(x, a, z) + prior_scale sigma_P(x, a, z), sigma_P frozen. The heads
-    read x: the scaled observation, or (the paper) the features psi, without gradient to them. Linear
-    heads (Assumption 5.1) are <sigma_bar(x, a), z>, and forward(obs [B, D]) -> mu [B, A], sigma_bar
-    [B, A, d_z]. All heads have sample(obs, z [N, d_z]) -> [N, B, A]"""
+    """q(s, a, z) = mu(s, a) + sigma_L(x, a, z) + prior_scale sigma_P(x, a, z), sigma_P frozen. The
+    heads read x: the scaled observation, or (the paper) the features psi, without gradient to them.
+    Linear heads (Assumption 5.1) are <sigma_bar(x, a), z>, and forward(obs [B, D]) -> mu [B, A],
+    sigma_bar [B, A, d_z]. All heads have sample(obs, z [N, d_z]) -> [N, B, A]"""
 
     def __init__(self, obs_dim, num_actions, index_dim, hidden_dim, prior_scale=3.0, head_input="obs", linear=True):
         super().__init__()
@@ -263,12 +263,12 @@ class EpinetCritic(nn.Module):
 
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def worst_case_box(q, pi):
-    """Box: every action at its lowest sample; with shared targets SAC-N (Proposition 3.1). [B, A]"""
+    """Box: every action at its lowest sample; SAC-N if targets are shared (Prop. 3.1). [B, A]"""
     return q.amin(0)
 
 
 def worst_case_hull(q, pi):
-    """Hull: a linear function is lowest at a vertex, the sample with the lowest <pi, q_i>. [B, A]"""
+    """Hull: a linear function is lowest at a vertex, the q_i with the lowest <pi, q_i>. [B, A]"""
     worst = torch.einsum("nba,ba->nb", q, pi).argmin(0)  # [B]
     return q[worst, torch.arange(q.shape[1], device=q.device)]
 
@@ -284,7 +284,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     tiny = torch.finfo(d.dtype).tiny
     ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
     distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil(upsilon N): 0.28 * 25 rounds up to above 7
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil; 0.28 * 25 is above 7 in floats
     radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
     sigma_pi = sigma @ pi.double()[..., None]  # [B, A, 1]
     norm = (pi.double()[:, None] @ sigma_pi).clamp(min=tiny).sqrt()  # sqrt(pi' Sigma pi), [B, 1, 1]
@@ -412,8 +412,8 @@ if __name__ == "__main__":
         known = reward / (1 - args.gamma)
     scale = RETURN_SCALE / max(known.square().mean().sqrt().item(), 1e-8)
     reward, returns = reward * scale, returns * scale
-    # a transition's noise <c, z>: every z sees its own version of the data, like a resample; after n
-    # visits the heads' share of it has shrunk to noise_scale |mean(c)|, about noise_scale / sqrt(n)
+    # a transition's noise <c, z>: every z sees its own version of the data, like a resample; after
+    # n visits the heads keep noise_scale |mean(c)| of it, about noise_scale / sqrt(n)
     c = F.normalize(torch.randn(len(obs), args.index_dim), dim=-1).to(device)  # [|D|, d_z]
 
     # ----- networks: critic, target critic, actor
@@ -512,7 +512,7 @@ if __name__ == "__main__":
                 q_next = worst_case(target_critic, s_next, pi, z, sigma_p_next)  # q*, [B, A]
             elif star:
                 q_next, sigma_next = target_critic(s_next, sigma_p_next)  # mu [B, A], [B, A, d_z]
-                spread = propagated_spread(ended, pi, sigma_next, args.gamma)  # y(z) = y + <spread, z>
+                spread = propagated_spread(ended, pi, sigma_next, args.gamma)
             else:
                 q_next = target_critic.sample(s_next, z)  # [N, B, A]
             y = robust_target(r, ended, pi, log_pi, q_next, args.alpha, args.gamma)  # [B], or [N, B]

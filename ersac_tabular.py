@@ -113,14 +113,14 @@ def riverswim():
 
 
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL's is 1 - tau)."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; 0.9 is risk-averse (IQL: 1 - tau)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
     for _ in range(64):  # bisection down to machine precision
         e = 0.5 * (low + high)
         weight = np.where(values < e, tau, 1 - tau)
-        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # falls with e, to 0 at the expectile
+        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # 0 at the expectile
         low = np.where(gain > 0, e, low)
         high = np.where(gain > 0, high, e)
     return (0.5 * (low + high)).squeeze(axis)
@@ -155,12 +155,12 @@ def collect(P, behaviour, size, epsilon, reset_prob, rng):
 
 # ===== The uncertainty set: q holds N sampled Q-vectors per state, [N, B, A]; pi is [B, A]
 def worst_case_box(q, pi):
-    """Box: every action at its lowest sample; with shared targets SAC-N (Proposition 3.1). [B, A]"""
+    """Box: every action at its lowest sample; SAC-N if targets are shared (Prop. 3.1). [B, A]"""
     return q.amin(0)
 
 
 def worst_case_hull(q, pi):
-    """Hull: a linear function is lowest at a vertex, the sample with the lowest <pi, q_i>. [B, A]"""
+    """Hull: a linear function is lowest at a vertex, the q_i with the lowest <pi, q_i>. [B, A]"""
     worst = torch.einsum("nba,ba->nb", q, pi).argmin(0)  # [B]
     return q[worst, torch.arange(q.shape[1], device=q.device)]
 
@@ -176,7 +176,7 @@ def worst_case_ellipsoid(q, pi, upsilon):
     tiny = torch.finfo(d.dtype).tiny
     ridge = (1e-12 * scale + tiny) * torch.eye(A, device=d.device)  # for N <= A, or no spread
     distance = (d * torch.linalg.solve(sigma + ridge, d)).sum(1)  # squared Mahalanobis, [B, N]
-    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil(upsilon N): 0.28 * 25 rounds up to above 7
+    k = min(max(math.ceil(upsilon * N - 1e-9), 1), N)  # ceil; 0.28 * 25 is above 7 in floats
     radius = distance.kthvalue(k, dim=-1).values.sqrt()  # [B]
     sigma_pi = sigma @ pi.double()[..., None]  # [B, A, 1]
     norm = (pi.double()[:, None] @ sigma_pi).clamp(min=tiny).sqrt()  # sqrt(pi' Sigma pi), [B, 1, 1]

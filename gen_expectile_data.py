@@ -2,8 +2,8 @@
 """Offline data from policies that seek or avoid risk: Algorithm 5, dynamic expectile risk policies.
 
 The critic values an action by the tau-expectile of what may follow; the policy then collects data
-with epsilon-random actions. Where the paper's box takes a TD and a gradient step per transition, the
-training here is PPO with traces, from a risk-neutral start. Trained policies are in docs/policies:
+with epsilon-random actions. Where the paper's box takes a TD and a gradient step per transition,
+the training here is PPO with traces, from a risk-neutral start. Trained ones are in docs/policies:
 
     python gen_expectile_data.py --env-id LunarLander-v3 --expectile-tau 0.9 --dataset-size 10000
 """
@@ -101,8 +101,8 @@ def network(obs_dim, out_dim, head_gain, hidden_dim=128):
 
 def action_values(critic, obs, tau):
     """A common value plus each action's own difference, 0 at first: an action that is rarely seen
-    neither lags behind nor stands out by chance, which an expectile would take for risk. The neutral
-    start (tau None) has the common value alone. [..., A]"""
+    neither lags behind nor stands out by chance, which an expectile would take for risk. The
+    neutral start (tau None) has the common value alone. [..., A]"""
     out = critic(obs)  # [..., 1 + A]
     common, difference = out[..., :1], out[..., 1:]
     return common.expand_as(difference) if tau is None else common + difference
@@ -110,21 +110,21 @@ def action_values(critic, obs, tau):
 
 # ===== The expectile target
 def expectile(values, probs, tau, axis=-1):
-    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; tau = 0.9 is risk-averse (IQL's is 1 - tau)."""
+    """The e with tau E[(e - X)+] = (1 - tau) E[(X - e)+]; 0.9 is risk-averse (IQL: 1 - tau)."""
     values, probs = np.broadcast_arrays(np.asarray(values, float), np.asarray(probs, float))
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
     for _ in range(64):  # bisection down to machine precision
         e = 0.5 * (low + high)
         weight = np.where(values < e, tau, 1 - tau)
-        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # falls with e, to 0 at the expectile
+        gain = (probs * (values - e) * weight).sum(axis, keepdims=True)  # 0 at the expectile
         low = np.where(gain > 0, e, low)
         high = np.where(gain > 0, high, e)
     return (0.5 * (low + high)).squeeze(axis)
 
 
 def risk_weights(values, probs, tau):
-    """The expectile e along the last axis, and rho with e = sum(probs rho values), sum(probs rho) = 1:
+    """The expectile e along the last axis, and rho: e = sum(probs rho values), sum(probs rho) = 1;
     where e is risk-averse, a bad outcome has rho > 1 and counts for more than its probability."""
     e = expectile(values, probs, tau)
     rho = np.where(values < e[..., None], tau, 1 - tau)
@@ -179,7 +179,7 @@ def targets_and_advantages(roll, outcomes, actor, critic, tau, args):
         scored = q
         weight = 1.0
         cut = rho[..., 0]  # the first outcome is the one that happened
-    else:  # action-noise: the critic scores executed actions by their mean, the expectile is over them
+    else:  # action-noise: executed actions are scored by their mean, the expectile is over them
         scored = w[step, env, b]
         weight = rho[step, env, a, b]
         cut = np.roll(weight, -1, 0)  # of the next step
@@ -225,7 +225,7 @@ def train(tau, start, env, folder, args):
     columns = ("obs", "chosen", "executed", "next_obs", "reward", "terminated", "truncated")
     bar = tqdm(range(num_rollouts), name, unit="rollout", mininterval=1)
     for rollout in bar:
-        # sample transitions by executing the current policy, or with probability epsilon a random action
+        # sample transitions by executing the policy, or with probability epsilon a random action
         steps, states = [], []
         for _ in range(256):
             pi = actor(torch.from_numpy(obs).float()).detach().softmax(-1)  # [E, A]
@@ -362,7 +362,7 @@ def mean_return(env, actor, episodes, seed):
 
 
 def collect_episodes(env, actor, size, args, turns=None):
-    """Episodes with size transitions in all; a smaller data set is the beginning of a larger one."""
+    """Episodes of size transitions in all; a smaller data set is the beginning of a larger one."""
     rng = np.random.default_rng([args.dataset_seed, 0])
     episodes = []
     bar = tqdm(total=size, desc="collection", unit="step", mininterval=1, disable=size == 0)
