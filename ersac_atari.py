@@ -642,7 +642,7 @@ if __name__ == "__main__":
         log_pi = act(stack(frames, number[::every], first[::every]))
     ref_min, ref_max = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     normalized = None
-    if env and None not in (ref_min, ref_max) and ref_min != ref_max:
+    if env and None not in (ref_min, ref_max) and ref_min < ref_max < math.inf:
         normalized = 100 * (scores.mean() - ref_min) / (ref_max - ref_min)
     result = {
         "script": os.path.basename(__file__),

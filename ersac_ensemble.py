@@ -115,7 +115,7 @@ def open_dataset(args):
     if name is None:
         short = {"LunarLander-v3": "lunarlander", "CartPole-v1": "cartpole"}
         env = short.get(args.env_id, args.env_id.lower())
-        tau = f"{100 * args.expectile_tau:02g}".replace(".", "p")  # 0.05: 05, 0.125: 12p5
+        tau = f"{100 * args.expectile_tau:.7g}".zfill(2).replace(".", "p")  # 0.05: 05, 0.125: 12p5
         size = re.sub("000$", "k", str(args.dataset_size))  # 10000: 10k
         draw = "" if args.dataset_seed == 1 else f"-s{args.dataset_seed}"
         name = f"ersac/{env}/tau{tau}-{size}{draw}-v0"
@@ -130,7 +130,9 @@ def open_dataset(args):
         elif not get_dataset_path(here).exists():
             print(f"{name} is not on this machine; Minari looks for it online.", flush=True)
             minari.download_dataset(name)
-        return minari.load_dataset(here)
+        dataset = minari.load_dataset(here)
+        next(iter(dataset.iterate_episodes()), None)  # can it be read?
+        return dataset
     except Exception as error:
         why = " ".join(str(error).split())[:150]
         sys.exit(f"{name} cannot be had ({why}); names of ersac/ are made by gen_expectile_data.py.")
@@ -150,7 +152,7 @@ def load_transitions(dataset, gamma):
         steps = gym.vector.utils.iterate(gym.vector.utils.batch_space(space), episode.observations)
         obs = np.array([gym.spaces.flatten(space, x) for x in steps], np.float32)  # [T + 1, D]
         valid = np.isfinite(obs).all() and np.isfinite(r).all() and np.isin(a, range(actions.n)).all()
-        valid = valid and obs.shape[1] == gym.spaces.flatdim(space) and a.ndim == r.ndim == 1
+        valid = valid and obs.shape[1] == gym.spaces.flatdim(space) and a.ndim == r.ndim == ended.ndim == 1
         if not valid or not len(obs) - 1 == len(a) == len(r) == len(ended):
             sys.exit(f"{name}: T + 1 finite observations, T finite rewards, T {actions} actions needed.")
         returns = lfilter([1.0], [1.0, -gamma], r[::-1])[::-1]  # R_t = r_t + gamma R_t+1
@@ -303,6 +305,7 @@ if __name__ == "__main__":
 
     # ----- check the arguments: no number is negative, no count is 0
     highest = {"q_lr": 1, "policy_lr": 1, "polyak": 1, "upsilon": 1, "expectile_tau": 1, "gamma": 0.999}
+    highest["target_entropy"] = 1
     highest.update(dict.fromkeys(("batch_size", "hidden_dim", "num_critics"), 10_000))
     for name, value in asdict(args).items():
         low = 1 if type(value) is int and "seed" not in name else 0
@@ -506,7 +509,7 @@ if __name__ == "__main__":
         log_pi = actor(obs[:10_000]).log_softmax(-1)
     ref_min, ref_max = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     normalized = None
-    if env and None not in (ref_min, ref_max) and ref_min != ref_max:
+    if env and None not in (ref_min, ref_max) and ref_min < ref_max < math.inf:
         normalized = 100 * (scores.mean() - ref_min) / (ref_max - ref_min)
     result = {
         "script": os.path.basename(__file__),

@@ -100,9 +100,8 @@ def network(obs_dim, out_dim, head_gain, hidden_dim=128):
 
 
 def action_values(critic, obs, tau):
-    """A common value plus each action's own difference, 0 at first: an action that is rarely seen
-    neither lags behind nor stands out by chance, which an expectile would take for risk. The
-    neutral start (tau None) has the common value alone. [..., A]"""
+    """A common value plus each action's own difference, 0 at first: what chance makes of rare actions
+    would look like risk. The neutral start (tau None) has the common value alone. [..., A]"""
     out = critic(obs)  # [..., 1 + A]
     common, difference = out[..., :1], out[..., 1:]
     return common.expand_as(difference) if tau is None else common + difference
@@ -194,8 +193,7 @@ def targets_and_advantages(roll, outcomes, actor, critic, tau, args):
 
 # ===== Algorithm 5 up to the collection, in rollouts of 256 steps of 16 environments
 def train(tau, start, env, folder, args):
-    """Train the policy of a tau, or (tau None) the neutral start of all. metrics.csv goes into the
-    folder, and policy.pt unless the policy is below the floor."""
+    """Train a tau, or (None) the neutral start; policy.pt is kept if it reaches the floor."""
     name = os.path.basename(folder)
     num_rollouts = math.ceil((args.start_steps if tau is None else args.finish_steps) / 4096)
     print(f"{name}: {num_rollouts} rollouts of 4096 steps, about a minute per 50; into {folder}", flush=True)
@@ -214,7 +212,6 @@ def train(tau, start, env, folder, args):
         critic.load_state_dict(start["critic"])
     parameters = [*actor.parameters(), *critic.parameters()]
     optimizer = torch.optim.Adam(parameters, lr, eps=1e-5)
-
     by_hand = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
     envs = gym.make_vec(args.env_id, 16, "sync", by_hand, disable_env_checker=True)
     seeds = torch.randint(2**31, (16,), generator=generator).numpy()
@@ -405,9 +402,12 @@ def main(args, defaults):
     dataset_id = dataset_name(args) if args.dataset_id is None else args.dataset_id
     if not re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id):
         sys.exit(f"{dataset_id}: no name for a data set; choose a --dataset-id such as my/data-v0.")
-    if get_dataset_path(dataset_id).exists() and not args.overwrite:
+    path = get_dataset_path(dataset_id)
+    if path.exists() and not (path / "data").exists():
+        sys.exit(f"{dataset_id} is a folder of other data sets; choose another --dataset-id.")
+    if path.exists() and not args.overwrite:
         print(f"{dataset_id} exists and is left alone; --overwrite replaces it.")
-        return
+        sys.exit(0 if args.dataset_id is None else 1)  # a default name says what is in it
     tempfile.TemporaryFile(dir=get_dataset_path()).close()  # can it be written?
     env = gym.make(args.env_id, disable_env_checker=True)
     space, actions = env.observation_space, env.action_space

@@ -505,6 +505,12 @@ def test_a_data_set_appears_whole_or_not_at_all(run, monkeypatch, datasets):
     assert run("gen_expectile_data", *flags).code == 0 and seen == [False]
     again = run("gen_expectile_data", *flags)
     assert again.code == 0 and "left alone" in again.out and seen == [False]
+    named = run("gen_expectile_data", *flags, "--dataset-id", "ersac/cartpole/tau50-300-v0")
+    assert named.code == 1 and "left alone" in named.out
+    (datasets / "ersac" / "group-v1").mkdir()
+    above = run("gen_expectile_data", "--dataset-id", "ersac/group-v1", "--overwrite")
+    assert above.code == 1 and "folder of other data sets" in above.err
+    (datasets / "ersac" / "group-v1").rmdir()
     stopped = run("gen_expectile_data", *flags, "--dataset-seed", 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))

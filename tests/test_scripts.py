@@ -51,6 +51,7 @@ BAD = """
 v | --dataset-id test/ragged-v0 | T + 1
 v | --dataset-id test/short-v0 | T + 1
 v | --dataset-id test/square-v0 | T finite rewards
+v | --dataset-id test/broken-v0 | cannot be had
 v | --dataset-id test/nan-v0 | finite
 v | --dataset-id test/outside-v0 | Discrete(2)
 v | --dataset-id test/walk-v0 | ersac_atari.py
@@ -75,8 +76,6 @@ p | --dataset-id ersac/pong/none-v0 | record_atari.py
 p | --eval-epsilon 2 | --eval-epsilon
 p | --n-step 0 | --n-step
 p | --critic-warmup 8 | --critic-warmup
-p | --clone-updates -1 | --clone-updates
-p | --bc-coef -1 | --bc-coef
 p | --method edac | method
 vp | --dataset-id test/pendulum-v0 | discrete actions
 vp | --dataset-id test/shifted-v0 | from 0 on
@@ -90,15 +89,12 @@ vp | --prior-scale -3 | --prior-scale
 vp | --batch-size 0 | --batch-size
 vp | --hidden-dim 0 | --hidden-dim
 vp | --batch-size 1000000000 | --batch-size
-vp | --eval-episodes -2 | --eval-episodes
 ep | --upsilon 1 | infinite
 ep | --noise-scale -1 | --noise-scale
 ep | --index-dim 0 | --index-dim
 e | --uncertainty-set hull | ell-epi
-e | --lambda-mu -1 | --lambda-mu
-e | --num-index-samples 0 | --num-index-samples
 n | --edac-eta 1 | EDAC
-n | --target-entropy -1 | --target-entropy
+n | --target-entropy 5 | --target-entropy
 np | --num-critics 0 | --num-critics
 vt | --expectile-tau 1.5 | --expectile-tau
 vt | --uncertainty-set ball | uncertainty-set
@@ -107,7 +103,6 @@ vpt | --upsilon 1.1 | --upsilon
 vpt | --upsilon nan | --upsilon
 vpt | --gamma 1 | --gamma
 vpt | --polyak 2 | --polyak
-vpt | --alpha inf | --alpha
 vpt | --alpha -1 | --alpha
 vpt | --q-lr 1.5 | --q-lr
 vpt | --policy-lr nan | --policy-lr
@@ -141,6 +136,8 @@ def bad_data(datasets):
         store(f"test/{name}ragged-v0", 2 * [episode(x, left, *steps)], env)  # merged into one
     store("test/short-v0", [episode(vector, left, np.ones(4), *steps[1:])], cart)
     store("test/square-v0", [episode(vector, left, np.ones((5, 2)), *steps[1:])], cart)
+    store("test/broken-v0", [episode(vector, left, *steps)], cart)
+    (datasets / "test/broken-v0/data/main_data.hdf5").write_bytes(b"half")
     store("test/huge-v0", [episode(vector + 3e38, left, *steps)], cart)  # their sum overflows
     space = gym.spaces.Box(-1, 1, (3,), np.float32)
     store("test/other-spaces-v0", [episode(vector[:, :3], left, *steps)], cart, observation_space=space)

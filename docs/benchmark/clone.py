@@ -190,7 +190,8 @@ def finish(args, method, dataset, env, scores, speed, policy_entropy):
         wandb.init(project="ersac", name=name, id=name, group=group, config=asdict(args))
         wandb.run.summary.update(result)
         wandb.finish()
-    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f}, normalized {normalized}")
+    score = "" if normalized is None else f", normalized return {normalized:.1f}"
+    print(f"{method} on {dataset.spec.dataset_id}: return {scores.mean():.1f} over {len(scores)} episodes{score}")
     print(f"run folder: {folder}")
 
 

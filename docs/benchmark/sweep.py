@@ -283,6 +283,7 @@ if __name__ == "__main__":
     path = Path(args.out or ROOT / "docs" / "benchmark" / f"{'pixels' if images else kind}.csv")
     have = finished(path, kind)
     todo = [cell for cell in cells if cell[0] not in have]
+    print(f"{len(cells) - len(todo)} of {len(cells)} runs are in {path} already", flush=True)
     if kind == "networks":
         for dataset_id in dict.fromkeys(key[1] for key, _ in todo):
             make_data(dataset_id)
