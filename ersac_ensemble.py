@@ -4,7 +4,7 @@
 N critics learn from the same data, and how far they differ is what the data leave open. A set around
 their Q-vectors (box, convex hull or ellipsoid) holds the likely ones; the actor learns against the
 worst of them. By default every critic bootstraps from itself, which is ours; in the paper's form
-(--targets shared --prior-scale 0 --input-scale 1; SAC-N with the box) all share one target:
+(--targets shared --prior-scale 0 --input-scale 1, SAC-N with the box) all share one target. Run:
 
     python ersac_ensemble.py --env-id LunarLander-v3 --uncertainty-set ellipsoid --upsilon 0.9
 """
