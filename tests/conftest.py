@@ -22,6 +22,7 @@ from minari.data_collector import EpisodeBuffer
 from scipy.special import gammaincinv
 
 ROOT = Path(__file__).resolve().parents[1]
+torch.set_num_threads(1)  # two files at a time: more threads would wait for one another
 
 
 # ===== Running a script and reading what it leaves
@@ -34,8 +35,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
         before = set(tmp_path.glob("runs/*"))
-        threads, code, names = torch.get_num_threads(), 0, {}
-        torch.set_num_threads(1)
+        code, names = 0, {}
         capsys.readouterr()
         try:
             names = runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
@@ -47,7 +47,6 @@ def run(monkeypatch, capsys, tmp_path):
         except KeyboardInterrupt:
             code = 130
         finally:
-            torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(False)
         out, err = capsys.readouterr()
         folders = sorted(set(tmp_path.glob("runs/*")) - before)

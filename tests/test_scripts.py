@@ -65,7 +65,6 @@ v | --env-id NoSuchThing-v0 | --env-id
 v | --dataset-seed -1 | --dataset-seed
 v | --dataset-size 0 | --dataset-size
 v | --targets his | targets
-v | --total-updates 1.5 | total-updates
 p | --dataset-id test/cartpole-v0 | uint8 images
 p | --dataset-id test/text-v0 | uint8 images
 p | --dataset-id test/frames-nan-v0 | finite
