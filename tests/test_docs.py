@@ -189,7 +189,7 @@ CUT = {
     "docs/benchmark/speed.py": "--rounds 1 --updates 1 --transitions 256",
     "docs/benchmark/sweep.py": "--datasets ersac/cartpole/tau50-1k-s{seed}-v0 --methods BC --seeds 100 --flags=",
 }
-TRAINING = "--start-steps 4096 --finish-steps 4096 --floor -100000 --dataset-id my/trained-v0"  # policies trained anew
+TRAINING = "--start-steps 4096 --finish-steps 4096 --floor -100000 --overwrite --dataset-id my/trained-v0"
 
 
 @pytest.mark.slow
