@@ -204,7 +204,10 @@ class GeneralHead(nn.Module):
 
     def forward(self, x, z):
         h = F.relu(self.from_x(x) + self.from_z(z)[:, None])  # [N, B, 50]
-        return torch.einsum("nbad,nd->nba", self.g(h).unflatten(-1, (-1, z.shape[1])), z)
+        # <W h + b, z> = <h, W' z> + <b, z>: N small products in place of N B large ones
+        weight = self.g.weight.unflatten(0, (-1, z.shape[1]))  # [A, d_z, 50]
+        bias = self.g.bias.unflatten(0, (-1, z.shape[1]))  # [A, d_z]
+        return h @ torch.einsum("adh,nd->nha", weight, z) + (z @ bias.T)[:, None]
 
 
 class EpinetCritic(nn.Module):
