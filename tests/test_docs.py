@@ -134,6 +134,12 @@ def test_alternating_and_main_tables():
     assert f"good | {report.gained(gain)} |" in made["alternating_gains"]
     plain, turns = report.main_table(rows).splitlines()[2:]
     assert plain == "| 10,000, neutral | **81** | 22 (-59) | 71 (-10) |" and "good | **80** | 21 (-59) |" in turns
+    ours, clones, _ = report.risk(rows).splitlines()[2:]
+    assert ours.startswith("| Ell-Epi\\*-own | 2 | 80 | 0 | 2 of 10 |")
+    gap = report.interval(np.subtract(scores["CQL"], scores["BC"]))
+    low, high = stats.beta.ppf(0.05, 8, 3), stats.beta.ppf(0.95, 9, 2)  # Clopper and Pearson
+    assert clones.startswith(f"| BC | 2 | 22 | {gap} (10,000) | 8 of 10 | {100 * low:.0f} to {100 * high:.0f} % | 8 : 2")
+    assert clones.endswith(f"| {2 * (45 + 10 + 1) / 2**10:.2g} |")  # 8 or more heads of 10, either side
 
 
 def test_rows_made_again_are_compared_over_the_seeds_that_both_have(tmp_path, capsys):

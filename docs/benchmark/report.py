@@ -343,10 +343,15 @@ def alternating(rows):
     return {"alternating": markdown(["transitions", *methods], scores), "alternating_gains": gains}
 
 
+def main_rows(rows):
+    """The runs behind the main table: all kinds of LunarLander data, five seeds each."""
+    rows = [r for r in rows if r["env_id"] == "LunarLander-v3" and r["expectile_tau"] != 0.1]
+    return [r for r in rows if 100 <= r["seed"] <= 104 or (r["switch_prob"] and 110 <= r["seed"] <= 114)]
+
+
 def main_scores(rows):
     """Means over five seeds on all kinds of LunarLander data: labels, methods, scores [kinds, methods] or NaN."""
-    rows = [r for r in rows if r["env_id"] == "LunarLander-v3" and r["expectile_tau"] != 0.1]
-    rows = [r for r in rows if 100 <= r["seed"] <= 104 or (r["switch_prob"] and 110 <= r["seed"] <= 114)]
+    rows = main_rows(rows)
     methods = present(rows, MAIN)
     labels, scores = [], []
     for cell in cells_of(rows):
@@ -368,6 +373,37 @@ def main_table(rows):
         cells = [f"{x:.0f} ({d:.0f})" if d <= -0.5 else f"**{x:.0f}**" for x, d in zip(line, behind)]
         lines.append([label, *(cell if cell != "**nan**" else "" for cell in cells)])
     return markdown(["transitions", *methods], lines)
+
+
+def risk(rows):
+    """Over the kinds of data that a method has five runs of: the mean; the most that it is behind a kind's best
+    rival, paired; runs below 60, with the exact interval of their share; and, on the data that both have, how many
+    runs fail for only one of it and the default, with the exact test of McNemar."""
+    rows = main_rows(rows)
+    scores = {m: {cell: by_seed(rows, cell, m) for cell in cells_of(rows)} for m in present(rows, MAIN)}
+    scores = {m: {cell: y for cell, y in scores[m].items() if len(y) == 5} for m in scores}
+    fails = {m: {(c, seed): x < 60 for c in scores[m] for seed, x in scores[m][c].items()} for m in scores}
+    lines = []
+    for method, mine in scores.items():
+        behind = {}
+        for cell, y in mine.items():
+            rivals = {m: np.mean([*scores[m][cell].values()]) for m in scores if m in MAIN[5:] and cell in scores[m]}
+            best = max(rivals, key=rivals.get)
+            behind[cell] = (rivals[best] - np.mean([*y.values()]), best)
+        worst = max(behind, key=behind.get)
+        gap = np.array([*gain(rows, worst, behind[worst][1], method).values()])
+        where = worst[1] + (", τ = 0.9" if worst[2] == 0.9 else "")
+        failed = fails[method].values()
+        share = stats.binomtest(sum(failed), len(failed)).proportion_ci(0.9)
+        both = fails[method].keys() & fails[MAIN[0]].keys()
+        only = [sum(fails[x][k] and not fails[y][k] for k in both) for x, y in ((method, MAIN[0]), (MAIN[0], method))]
+        p = stats.binomtest(only[0], sum(only)).pvalue if sum(only) else 1.0
+        line = [method.replace("*", "\\*"), len(mine), f"{np.mean([[*y.values()] for y in mine.values()]):.0f}"]
+        line += [f"{interval(gap)} ({where})" if behind[worst][0] >= 0.5 else "0"]
+        line += [f"{sum(failed)} of {len(failed)}", f"{100 * share.low:.0f} to {100 * share.high:.0f} %"]
+        lines.append([*line, *(["", ""] if method == MAIN[0] else [f"{only[0]} : {only[1]}", f"{p:.2g}"])])
+    header = ["method", "kinds of data", "mean", "most behind the best rival", "runs below 60", "their share"]
+    return markdown([*header, "only it fails : only the default", "p"], lines)
 
 
 # ===== Images
@@ -420,6 +456,7 @@ def tables(folder):
     forms = ("Ell-Epi*-own", "Ell_0.9-N-own", "Ell-Epi*", "Ell_0.9-N", "CH-N", "SAC-N")
     return made | {
         "main": main_table(everything),
+        "risk": risk(everything),
         "grid_networks": networks(rows, (*SETS, *RIVALS)),
         "grid_overall": overall(rows),
         "grid_sets": pairs(lander, sets),
