@@ -187,27 +187,30 @@ def make_eval_env(dataset, **kwargs):
 # ===== Critic: one network with a mean and a stochastic head
 def mlp(*sizes):
     """Linear layers of these sizes with ReLU in between."""
-    layers = [nn.Linear(sizes[0], sizes[1])]
-    for fan_in, fan_out in zip(sizes[1:], sizes[2:]):
-        layers += [nn.ReLU(), nn.Linear(fan_in, fan_out)]
-    return nn.Sequential(*layers)
+    layers = []
+    for fan_in, fan_out in zip(sizes, sizes[1:]):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 class GeneralHead(nn.Module):
-    """sigma(x, ., z) = <g(x, z), z> with a network g. forward(x [B, X], z [N, d_z]) -> [N, B, A]"""
+    """sigma(x, ., z) = <g(h), z>, where the hidden units h read [x, z], so that it is nonlinear in z.
+    forward(x [B, X], z [N, d_z]) -> [N, B, A]"""
 
-    def __init__(self, sizes, index_dim, num_actions):
+    def __init__(self, sizes, index_dim, num_actions, width):
         super().__init__()
-        self.from_x = mlp(*sizes, 50)  # 50 units: little is computed N B times
-        self.from_z = nn.Linear(index_dim, 50)
-        self.g = nn.Linear(50, num_actions * index_dim)
+        self.from_x = mlp(*sizes)  # computed B times, not N B times
+        self.hidden = nn.Linear(sizes[-1] + index_dim, width)
+        self.g = nn.Linear(width, num_actions * index_dim)
 
     def forward(self, x, z):
-        h = F.relu(self.from_x(x) + self.from_z(z)[:, None])  # [N, B, 50]
+        x = F.relu(self.from_x(x))  # [B, X']
+        w_x, w_z = self.hidden.weight.split([x.shape[1], z.shape[1]], 1)
+        h = F.relu(F.linear(x, w_x, self.hidden.bias) + (z @ w_z.T)[:, None])  # of [x, z], [N, B, W]
         # <W h + b, z> = <h, W' z> + <b, z>: N small products in place of N B large ones
-        weight = self.g.weight.unflatten(0, (-1, z.shape[1]))  # [A, d_z, 50]
+        weight = self.g.weight.unflatten(0, (-1, z.shape[1]))  # [A, d_z, W]
         bias = self.g.bias.unflatten(0, (-1, z.shape[1]))  # [A, d_z]
-        return h @ torch.einsum("adh,nd->nha", weight, z) + (z @ bias.T)[:, None]
+        return h @ torch.einsum("adw,nd->nwa", weight, z) + (z @ bias.T)[:, None]
 
 
 class EpinetCritic(nn.Module):
@@ -233,8 +236,8 @@ class EpinetCritic(nn.Module):
             self.sigma_P = mlp(*sizes, num_actions * index_dim)
         else:
             sizes = [obs_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim]
-            self.sigma_L = GeneralHead(sizes, index_dim, num_actions)
-            self.sigma_P = GeneralHead(sizes, index_dim, num_actions)
+            self.sigma_L = GeneralHead(sizes, index_dim, num_actions, 50)
+            self.sigma_P = GeneralHead(sizes, index_dim, num_actions, 10)  # sigma_L can undo it
         self.sigma_P.requires_grad_(False)
         if head_input == "obs":  # He initialisation: |sigma_P| is about the rms of x, for every d_z
             layers = [layer for layer in self.sigma_P.modules() if isinstance(layer, nn.Linear)]

@@ -138,7 +138,8 @@ def test_alternating_and_main_tables():
     assert ours.startswith("| Ell-Epi\\*-own | 2 | 80 | 0 | 2 of 10 |")
     gap = report.interval(np.subtract(scores["CQL"], scores["BC"]))
     low, high = stats.beta.ppf(0.05, 8, 3), stats.beta.ppf(0.95, 9, 2)  # Clopper and Pearson
-    assert clones.startswith(f"| BC | 2 | 22 | {gap} (10,000) | 8 of 10 | {100 * low:.0f} to {100 * high:.0f} % | 8 : 2")
+    share = f"{100 * low:.0f} to {100 * high:.0f} %"
+    assert clones.startswith(f"| BC | 2 | 22 | {gap} (10,000) | 8 of 10 | {share} | 8 : 2")
     assert clones.endswith(f"| {2 * (45 + 10 + 1) / 2**10:.2g} |")  # 8 or more heads of 10, either side
 
 

@@ -99,12 +99,13 @@ def mean_and_spread(net, s, o):
 def samples(net, s, indices, o):
     """General heads: q(s, a, z) of every index z and state, one at a time, [N, B, A]."""
     psi = features(net, s)
-    x, count = (3.0 * s, 2) if o.head_input == "obs" else (psi.detach(), 1)
+    x, count = (3.0 * s, 1) if o.head_input == "obs" else (psi.detach(), 0)
     q = []
     for z in indices:
         sigma = {}
         for name in ("sigma_L", "sigma_P"):
-            h = torch.relu(layers(net, f"{name}.from_x", x, count) + dense(net, f"{name}.from_z", z))  # [B, 50]
+            xz = torch.cat([torch.relu(layers(net, f"{name}.from_x", x, count)), z.expand(len(x), -1)], 1)
+            h = torch.relu(dense(net, f"{name}.hidden", xz))  # [B, W]
             sigma[name] = torch.stack([g.reshape(A, o.index_dim) @ z for g in dense(net, f"{name}.g", h)])
         q.append(dense(net, "mu", psi) + sigma["sigma_L"] + o.prior_scale * sigma["sigma_P"])
     return torch.stack(q)

@@ -3,7 +3,7 @@
 FAULTS = [
     ("else psi.detach()", "else psi", "the stochastic heads move the features"),
     ("math.sqrt(chi2.ppf(args.upsilon, A))", "chi2.ppf(args.upsilon, A)", "closed form: no square root in the radius"),
-    ("h = F.relu(self.from_x(x)", "h = (self.from_x(x)", "general heads are quadratic in z, and no more"),
+    ("h = F.relu(F.linear(x, w_x", "h = (F.linear(x, w_x", "general heads are quadratic in z, and no more"),
     ("case(target_critic, s_next", "case(critic, s_next", "shared targets from the critic itself"),
     ('            if args.targets == "shared":\n', "            if False:\n", "shared targets are own"),
     ("gamma * (1 - terminated)[:, None] * torch", "gamma * torch", "spread beyond a termination"),
