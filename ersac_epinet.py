@@ -84,7 +84,7 @@ class Args:
     """probability (ell-epi-star, below 1) or share of the samples (ell-epi) that the set covers"""
     index_dim: int = 16
     """d_z, the dimension of the index z; below |A| the closed form's set holds more than upsilon"""
-    num_index_samples: int = 100
+    num_index_samples: int = 30
     """N, the number of sampled z per update (ell-epi only)"""
     head_input: Literal["obs", "features"] = "obs"
     """what the stochastic heads read: the observation, or (the paper) the features psi"""

@@ -43,7 +43,7 @@ def draw(*shape, seed=0):
 # all away from the script's defaults, so that every flag matters
 OPTIONS = dict(dataset_id="test/chain-v0", seed=7, targets="shared", method="ell-epi-star")
 OPTIONS |= dict(uncertainty_set="ellipsoid", head_input="features", upsilon=0.6, index_dim=5)
-OPTIONS |= dict(num_index_samples=30, prior_scale=0.8, noise_scale=0.7, lambda_mu=0.0, lambda_sigma=0.0)
+OPTIONS |= dict(num_index_samples=20, prior_scale=0.8, noise_scale=0.7, lambda_mu=0.0, lambda_sigma=0.0)
 OPTIONS |= dict(total_updates=3, batch_size=24, hidden_dim=8, gamma=0.8, q_lr=0.02, policy_lr=0.03)
 OPTIONS |= dict(polyak=0.3, alpha=0.4, eval_interval=2, eval_episodes=23)
 VARIANTS = {  # every set and form of targets reads the observation once and the features once

@@ -46,7 +46,7 @@ def train(states, action, seed, linear=True, updates=600, noise_scale=1.0, prior
         if linear:
             loss = epinet_loss(*critic(states), action, torch.zeros(len(states)), c, noise_scale).mean()
         else:
-            z = torch.randn(100, 16)
+            z = torch.randn(30, 16)
             q = critic.sample(states, z)[:, torch.arange(len(states)), action]  # [N, n]
             loss = (q - noise_scale * z @ c.T).square().mean()
         optimizer.zero_grad()

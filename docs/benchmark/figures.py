@@ -147,7 +147,6 @@ def epinet(args):
     fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 2.9))
 
     def draw(ax, rows, x, names):
-        rows = [{"heads": "linear"} | r for r in rows]
         points = np.array(sorted({r[x] for r in rows}))
         for (name, label), colour in zip(names.items(), (BLUE, ORANGE, PURPLE)):
             for heads in dict.fromkeys(r["heads"] for r in rows):
@@ -164,10 +163,11 @@ def epinet(args):
     draw(right, load(CSVS / "epinet_line.csv"), "x", names)
     for low, high, text in ((-2, -1, "1000"), (0.2, 0.6, "10")):
         right.axvspan(low, high, color="black", alpha=0.07, lw=0)
-        right.text((low + high) / 2, 1.7, text, ha="center", fontsize=7)
-    right.set(xlabel="state (shaded: number of data points)", ylim=(0, 1.8))
-    left.legend(fontsize=7)
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.77))
+        right.text((low + high) / 2, 19, text, ha="center", fontsize=7)
+    right.set(xlabel="state (shaded: number of data points)", yscale="log", ylim=(0.03, 30))
+    right.plot([], [], "--", color=GREY, lw=1.2, label="dashed: general heads")
+    left.legend(fontsize=7, loc="lower left")
+    right.legend(fontsize=7, loc="lower right")
     fig.savefig(f"{args.out}/epinet_std.png")
 
 

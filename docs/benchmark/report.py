@@ -406,6 +406,25 @@ def risk(rows):
     return markdown([*header, "only it fails : only the default", "p"], lines)
 
 
+def runtime(ours, paper):
+    """The paper's runtime table, seconds per epoch, beside our milliseconds per update, both relative to SAC-N."""
+    times = {(r["contender"], r["num_critics"]): r["ms_per_update"] for r in ours}
+    lines = []
+    for row in paper:
+        method = row["method"]
+        line = [
+            method.replace("*", "\\*"),
+            row["seconds_per_epoch"],
+            f"{row['seconds_per_epoch'] / paper[0]['seconds_per_epoch']:.2f}",
+        ]
+        for N in (100, 10):
+            time = times.get((method, N), times.get((method, "")))
+            line += [time, f"{time / times['SAC-N', N]:.2f}"] if time else ["", ""]
+        lines.append(line)
+    header = ["method", "paper, s per epoch", "relative"]
+    return markdown([*header, *(x for N in (100, 10) for x in (f"ours, N = {N}, ms per update", "relative"))], lines)
+
+
 # ===== Images
 def pixels(rows, ablation):
     """Runs on images: last policies seed by seed, and minus the clone of the same seed. Or those on tuning seeds, the
@@ -454,6 +473,8 @@ def tables(folder):
     own += [("Ell-Epi*-own", "Ell_0.9-N-own")]
     sets = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell_0.9-N", "CH-N"), ("Ell-Epi*", "Ell_0.9-N")]
     forms = ("Ell-Epi*-own", "Ell_0.9-N-own", "Ell-Epi*", "Ell_0.9-N", "CH-N", "SAC-N")
+    heads = ("Ell-Epi-own", "Ell-Epi*-own", "Ell-Epi", "Ell-Epi*")
+    general = [r for r in rows if r["cell"] in {x["cell"] for x in rows if x["method"] == "Ell-Epi"}]
     return made | {
         "main": main_table(everything),
         "risk": risk(everything),
@@ -461,6 +482,9 @@ def tables(folder):
         "grid_overall": overall(rows),
         "grid_sets": pairs(lander, sets),
         "grid_targets": pairs(lander, own),
+        "heads": networks(general, heads),
+        "heads_gains": pairs(general, [heads[:2], heads[2:], ("Ell-Epi-own", "Ell-Epi")]),
+        "heads_spread": networks(general, heads, "std_data_actions", 2),
         "grid_longer": changed(rows, "--total-updates 40000", ["SAC-N"], "Ell_0.9-N"),
         "grid_spread": networks(curved, forms, "std_data_actions", 2),
         "grid_bound": networks(curved, forms, "q_star_minus_return", 1),
@@ -471,6 +495,7 @@ def tables(folder):
         "atari_paper": plain(folder / "paper_atari.csv"),
         "sets_charges": plain(folder / "charges.csv"),
         "speed": plain(folder / "speed.csv"),
+        "speed_paper": runtime(load(folder / "speed.csv"), load(folder / "paper_runtime.csv")),
     }
 
 

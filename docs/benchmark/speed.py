@@ -159,6 +159,7 @@ def networks(args):
         contenders["d3rlpy DiscreteSAC", N] = partial(d3rlpy_sac, N, n)
         critics = ("--num-critics", N)
         contenders["SAC-N", N] = partial(ours, more, *paper_n, "--uncertainty-set", "box", *critics)
+        contenders["CH-N", N] = partial(ours, more, *paper_n, "--uncertainty-set", "hull", *critics)
         contenders["Ell_0.9-N", N] = partial(ours, more, *paper_n, *critics)
         contenders["Ell_0.9-N-own", N] = partial(ours, more, "ersac_ensemble.py", *own, *critics)
         samples = ("--method", "ell-epi", "--num-index-samples", N)
