@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSVS = ROOT / "docs" / "benchmark"
 sys.path[:0] = [str(ROOT), str(CSVS)]
 from calibration import radius_squared  # noqa: E402
-from report import MAIN, by_seed, cells_of, half_width, labelled, load, main_scores, per_seed  # noqa: E402
+from report import MAIN, by_seed, cells_of, half_width, labelled, load, main_rows, main_scores, per_seed  # noqa: E402
 
 from ersac_epinet import worst_case_gaussian, worst_case_gaussian_box  # noqa: E402
 from ersac_tabular import (  # noqa: E402
@@ -41,6 +41,8 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", 
 SETS = {"box": (GREEN, "box (SAC-N)"), "hull": (BLUE, "convex hull"), "ellipsoid": (ORANGE, "ellipsoid, υ = 0.9")}
 LEARNING = {"Ell-Epi*-own": ("#56B4E9", "Epinet, own targets (default)")}
 LEARNING |= {"SAC-N": (GREEN, "box of ten critics (SAC-N)"), "Ell_0.9-N": (ORANGE, "ellipsoid of ten critics")}
+PROFILE = LEARNING | {"Ell-Epi*": (BLUE, "Epinet, the paper's form"), "BC": (GREY, "cloning")}
+PROFILE |= {"BC-top": ("black", "better half cloned"), "CQL-untuned": (PURPLE, "CQL, untuned")}
 TARGETS = {"own": (BLUE, "own targets"), "shared": (ORANGE, "shared targets, the paper's form")}
 plt.rcParams.update({"figure.dpi": 160, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.constrained_layout.use": True})
@@ -331,6 +333,21 @@ def main_result(args):
     fig.savefig(f"{args.out}/main_result.png")
 
 
+def profile(args):
+    """Share of the runs that score at least so much, over the kinds of data on which all the methods have five."""
+    rows = main_rows(labelled(load(CSVS / "networks.csv")))
+    scores = {m: {cell: by_seed(rows, cell, m) for cell in cells_of(rows)} for m in PROFILE}
+    cells = [cell for cell in cells_of(rows) if all(len(scores[m][cell]) == 5 for m in PROFILE)]
+    fig, ax = plt.subplots(figsize=(5.4, 2.8))
+    grid = np.arange(-50, 111)
+    for method, (colour, label) in PROFILE.items():
+        every = np.array([[*scores[method][cell].values()] for cell in cells])
+        ax.plot(grid, [(every >= x).mean() for x in grid], color=colour, lw=1.4, label=label)
+    ax.set(xlabel=f"normalised return, {len(cells)} kinds of data", ylabel="share of runs at or above", ylim=(0, 1.02))
+    ax.legend(fontsize=7, loc="lower left")
+    fig.savefig(f"{args.out}/profile.png")
+
+
 def alternating_episode(args):
     """A LunarLander episode in which two policies take turns: its path, and its altitude, coloured by who acts."""
     os.environ["MINARI_DATASETS_PATH"] = f"{args.runs}/minari"
@@ -356,7 +373,7 @@ def alternating_episode(args):
 
 
 FIGURES = (sets, epinet, idea, learning, failures, atari, calibration, hedging)
-FIGURES += (main_result, alternating_episode)
+FIGURES += (main_result, profile, alternating_episode)
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     names = [figure.__name__ for figure in FIGURES]

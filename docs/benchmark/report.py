@@ -425,6 +425,16 @@ def runtime(ours, paper):
     return markdown([*header, *(x for N in (100, 10) for x in (f"ours, N = {N}, ms per update", "relative"))], lines)
 
 
+def tuning_runs(rows):
+    """How much each method was tuned: runs, settings and data sets of tuning.csv."""
+    lines = []
+    for method in sorted({r["method"] for r in rows}):
+        mine = [r for r in rows if r["method"] == method]
+        settings, data = ({r[name] for r in mine} for name in ("flags", "dataset_id"))
+        lines.append([method.replace("*", "\\*"), len(mine), len(settings), len(data)])
+    return markdown(["method", "tuning runs", "settings", "data sets"], lines)
+
+
 # ===== Images
 def pixels(rows, ablation):
     """Runs on images: last policies seed by seed, and minus the clone of the same seed. Or those on tuning seeds, the
@@ -482,6 +492,7 @@ def tables(folder):
         "grid_overall": overall(rows),
         "grid_sets": pairs(lander, sets),
         "grid_targets": pairs(lander, own),
+        "tuning_runs": tuning_runs(load(folder / "tuning.csv")),
         "heads": networks(general, heads),
         "heads_gains": pairs(general, [heads[:2], heads[2:], ("Ell-Epi-own", "Ell-Epi")]),
         "heads_spread": networks(general, heads, "std_data_actions", 2),
