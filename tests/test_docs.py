@@ -193,7 +193,7 @@ CUT = {
     "docs/benchmark/gen_report.py": "--report-only",
     "docs/benchmark/hover.py": "--seeds 1 --start-steps 4096",
     "docs/benchmark/record_atari.py": "--steps 60 --max-episode-steps 30 --reference-episodes 1 --overwrite",
-    "docs/benchmark/speed.py": "--rounds 1 --updates 1 --transitions 256",
+    "docs/benchmark/speed.py": "--rounds 1 --updates 1",
     "docs/benchmark/sweep.py": "--datasets ersac/cartpole/tau50-1k-s{seed}-v0 --methods BC --seeds 100 --flags=",
 }
 TRAINING = "--start-steps 4096 --finish-steps 4096 --floor -100000 --overwrite --dataset-id my/trained-v0"

@@ -502,7 +502,6 @@ def tables(folder):
         "grid_paper": paper_networks(rows, load(folder / "paper_gym.csv")),
         "atari_methods": pixels(load(folder / "pixels.csv"), ablation=False),
         "atari_ablation": pixels(load(folder / "pixels.csv"), ablation=True),
-        "atari_speed": plain(folder / "speed_atari.csv"),
         "atari_paper": plain(folder / "paper_atari.csv"),
         "sets_charges": plain(folder / "charges.csv"),
         "speed": plain(folder / "speed.csv"),

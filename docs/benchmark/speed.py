@@ -1,12 +1,10 @@
-"""Speed of the training scripts, ours and others', in turn in one run, on one thread.
+"""Speed of the training scripts, ours and others', in turn in one run, on one thread: makes speed.csv.
 
-    python docs/benchmark/speed.py --what networks    speed.csv
-    python docs/benchmark/speed.py --what images      speed_atari.csv
+    python docs/benchmark/speed.py
 
-Networks: milliseconds per update at batch 256, 128x128, 8 inputs, 4 actions. The plain baseline is what one writes
-first: a Python loop over nn.Module critics with an optimiser each. d3rlpy needs requirements-speed.txt. Images: updates
-per second of ersac_atari.py at batch 32 and 256, and 100 heads against one. Ours is the script itself on noise, because
-speed does not depend on what is learned, by the processor time of the updates alone. Medians over rounds.
+Milliseconds of processor time per update at batch 256, 128x128, 8 inputs, 4 actions; medians over rounds. The plain
+baseline is what one writes first: a Python loop over nn.Module critics with an optimiser each. d3rlpy needs
+requirements-speed.txt. Ours is the script itself on noise, because speed does not depend on what is learned.
 """
 
 import copy
@@ -20,9 +18,7 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
-import ale_py
 import gymnasium as gym
 import minari
 import numpy as np
@@ -37,16 +33,12 @@ B, H, D, A = 256, 128, 8, 4
 
 @dataclass
 class Args:
-    what: Literal["networks", "images"] = "networks"
-    """contenders side by side, or ersac_atari.py on images"""
     rounds: int = 5
     """every contender is timed this often, in turn"""
     updates: int = 30
     """updates per round, after as many for warming up; cheap contenders do ten times as many"""
-    transitions: int = 3072
-    """images: transitions per round: 96 updates of 32, or 12 of 256"""
-    out: str | None = None
-    """CSV to write; None is speed.csv or speed_atari.csv in docs/benchmark"""
+    out: str = str(ROOT / "docs" / "benchmark" / "speed.csv")
+    """CSV to write"""
 
 
 def store_noise(obs, num_actions, env):
@@ -162,29 +154,13 @@ def networks(args):
         contenders["CH-N", N] = partial(ours, more, *paper_n, "--uncertainty-set", "hull", *critics)
         contenders["Ell_0.9-N", N] = partial(ours, more, *paper_n, *critics)
         contenders["Ell_0.9-N-own", N] = partial(ours, more, "ersac_ensemble.py", *own, *critics)
+    for N in (100, 30, 10):  # the runs of sweep.py have 30
         samples = ("--method", "ell-epi", "--num-index-samples", N)
-        contenders["Ell-Epi", N] = partial(ours, more, *paper_epi, *samples)
-        contenders["Ell-Epi-own", N] = partial(ours, more, "ersac_epinet.py", *own, *samples)
+        contenders["Ell-Epi", N] = partial(ours, 5 * n, *paper_epi, *samples)
+        contenders["Ell-Epi-own", N] = partial(ours, 5 * n, "ersac_epinet.py", *own, *samples)
     contenders["Ell-Epi*", ""] = partial(ours, 20 * n, *paper_epi)
     contenders["Ell-Epi*-own", ""] = partial(ours, 20 * n, "ersac_epinet.py", *own)
     contenders["Box-Epi*-own", ""] = partial(ours, 20 * n, "ersac_epinet.py", *own, "--uncertainty-set", "box")
-    return contenders
-
-
-def images(args):
-    """The same for ersac_atari.py by method, batch size and number of heads."""
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    gym.register_envs(ale_py)
-    env = gym.make("ALE/Pong-v5", repeat_action_probability=0.0, frameskip=4, max_episode_steps=5)
-    store_noise(np.random.default_rng(1).integers(256, size=(301, 210, 160, 3), dtype=np.uint8), 6, env)
-    heads_of = dict.fromkeys(("sac-n", "ch-n", "ell-n"), 100) | {"ell-epi-star": 1}
-    heads_of |= dict.fromkeys(("cql", "iql", "brac-bcq"), 2)
-    contenders = {}
-    for method, heads in heads_of.items():
-        for batch, count in ((32, heads), (256, heads), (32, 1)):  # one after the other: they are compared
-            flags = ("--method", method, "--batch-size", batch, "--num-critics", count)
-            flags += ("--clone-updates", 0, "--critic-warmup", 0)
-            contenders[method, batch, count] = partial(ours, args.transitions // batch, "ersac_atari.py", *flags)
     return contenders
 
 
@@ -193,20 +169,14 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MINARI_DATASETS_PATH"] = folder
-        contenders = networks(args) if args.what == "networks" else images(args)
+        contenders = networks(args)
         times = {key: [] for key in contenders}
         for turn in range(args.rounds):
             for key, measure in contenders.items():
                 times[key].append(measure())
                 print(f"round {turn + 1}: {key}: {times[key][-1]:.1f} ms", flush=True)
     rows = [["contender", "num_critics", "ms_per_update", "lowest", "highest", "rounds"]]
-    if args.what == "images":
-        rows = [["method", "batch_size", "heads", "updates_per_second", "scatter_percent"]]
     for key, x in times.items():
-        if args.what == "images":  # scatter of single measurements; the median's is smaller
-            rows.append([*key, f"{1000 / np.median(x):.3f}", f"{100 * np.std(x) / np.median(x):.1f}"])
-        else:
-            rows.append([*key, f"{np.median(x):.2f}", f"{min(x):.2f}", f"{max(x):.2f}", args.rounds])
-    name = "speed.csv" if args.what == "networks" else "speed_atari.csv"
-    with open(args.out or ROOT / "docs" / "benchmark" / name, "w", newline="") as f:
+        rows.append([*key, f"{np.median(x):.2f}", f"{min(x):.2f}", f"{max(x):.2f}", args.rounds])
+    with open(args.out, "w", newline="") as f:
         csv.writer(f, lineterminator="\n").writerows(rows)
