@@ -282,12 +282,11 @@ def evaluate(actor, env, episodes, seed, mean, std):
     returns = np.zeros(episodes)
     for episode in range(episodes):
         obs, _ = env.reset(seed=seed + episode)
-        done = False
-        while not done:
+        terminated = truncated = False
+        while not (terminated or truncated):
             obs = (torch.as_tensor(obs, dtype=torch.float32, device=mean.device) - mean) / std
             obs, reward, terminated, truncated, _ = env.step(int(actor(obs).argmax()))
             returns[episode] += reward
-            done = terminated or truncated
     return returns
 
 
@@ -456,9 +455,8 @@ if __name__ == "__main__":
         policy_optimizer.step()
 
         # update target critics
-        with torch.no_grad():
-            for p_target, p in zip(target_critic.parameters(), critic.parameters()):
-                p_target.lerp_(p, args.polyak)
+        for p_target, p in zip(target_critic.parameters(), critic.parameters()):
+            p_target.lerp_(p.detach(), args.polyak)
 
         # log, evaluate, checkpoint
         if update % args.eval_interval == 0 or update == args.total_updates:
@@ -505,8 +503,7 @@ if __name__ == "__main__":
     scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
     if env:
         env.close()
-    with torch.no_grad():
-        log_pi = actor(obs[:10_000]).log_softmax(-1)
+    log_pi = actor(obs[:10_000]).log_softmax(-1)  # [10000, A]
     ref_min, ref_max = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     normalized = None
     if env and None not in (ref_min, ref_max) and ref_min < ref_max < math.inf:

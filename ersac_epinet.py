@@ -204,13 +204,13 @@ class GeneralHead(nn.Module):
         self.g = nn.Linear(width, num_actions * index_dim)
 
     def forward(self, x, z):
-        x = F.relu(self.from_x(x))  # [B, X']
+        x = F.relu(self.from_x(x))  # [B, X]; the features psi as they are
         w_x, w_z = self.hidden.weight.split([x.shape[1], z.shape[1]], 1)
         h = F.relu(F.linear(x, w_x, self.hidden.bias) + (z @ w_z.T)[:, None])  # of [x, z], [N, B, W]
-        # <W h + b, z> = <h, W' z> + <b, z>: N small products in place of N B large ones
-        weight = self.g.weight.unflatten(0, (-1, z.shape[1]))  # [A, d_z, W]
-        bias = self.g.bias.unflatten(0, (-1, z.shape[1]))  # [A, d_z]
-        return h @ torch.einsum("adw,nd->nwa", weight, z) + (z @ bias.T)[:, None]
+        # <G h + b, z> = <h, G' z> + <b, z>, which is d_z times cheaper than g(h)
+        G = self.g.weight.unflatten(0, (-1, z.shape[1]))  # [A, d_z, W]
+        b = self.g.bias.unflatten(0, (-1, z.shape[1]))  # [A, d_z]
+        return h @ torch.einsum("adw,nd->nwa", G, z) + (z @ b.T)[:, None]
 
 
 class EpinetCritic(nn.Module):
@@ -360,12 +360,11 @@ def evaluate(actor, env, episodes, seed, mean, std):
     returns = np.zeros(episodes)
     for episode in range(episodes):
         obs, _ = env.reset(seed=seed + episode)
-        done = False
-        while not done:
+        terminated = truncated = False
+        while not (terminated or truncated):
             obs = (torch.as_tensor(obs, dtype=torch.float32, device=mean.device) - mean) / std
             obs, reward, terminated, truncated, _ = env.step(int(actor(obs).argmax()))
             returns[episode] += reward
-            done = terminated or truncated
     return returns
 
 
@@ -486,13 +485,13 @@ if __name__ == "__main__":
         wandb.init(**where, name=run, id=run, resume="allow", config=config, save_code=True)
 
     # frozen, linear in z and read from the observation: the prior head is computed once on all data
-    sigma_p = sigma_p_next = None
+    sigma_p = sigma_p_next = z = None
     stored = star and args.head_input == "obs"
     if stored:
         all_sigma_p = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in obs.split(1000)])  # [|D|, A d_z]
         all_sigma_p_next = torch.cat([critic.sigma_P(INPUT_SCALE * x) for x in next_obs.split(1000)])
 
-    # ----- training: Algorithm 4
+    # ----- training: Algorithm 4, and for general heads Section 5
     last_time = time.time()
     bar = tqdm(range(last_update + 1, args.total_updates + 1), method, unit="update")
     for update in bar:
@@ -507,7 +506,6 @@ if __name__ == "__main__":
         s_next, ended = next_obs[batch], terminated[batch]  # [B, D], [B]; a truncation is no end
         if stored:
             sigma_p, sigma_p_next = all_sigma_p[batch], all_sigma_p_next[batch]  # [B, A d_z]
-        z = None
         if not star:  # the same z in target, loss and actor
             z = torch.randn(args.num_index_samples, args.index_dim, generator=generator).to(device)
 
@@ -515,7 +513,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             log_pi = actor(s_next).log_softmax(-1)  # [B, A]
             pi = log_pi.exp()
-            spread = 0.0  # shared: the same y for every z
+            spread = 0.0  # what else of a target depends on z: only linear heads' own targets
             if args.targets == "shared":
                 q_next = worst_case(target_critic, s_next, pi, z, sigma_p_next)  # q*, [B, A]
             elif star:
@@ -531,8 +529,7 @@ if __name__ == "__main__":
             q_loss = epinet_loss(mu, sigma_bar, a, y, c[batch], args.noise_scale, spread).mean()
         else:
             q = critic.sample(s, z)[:, torch.arange(len(a), device=device), a]  # [N, B]
-            noise = args.noise_scale * (z @ c[batch].T)  # <c, z>, scaled, [N, B]
-            q_loss = (q - y - noise).square().mean()
+            q_loss = (q - y - args.noise_scale * (z @ c[batch].T)).square().mean()  # z @ c': <c, z>
         q_optimizer.zero_grad()
         q_loss.backward()
         q_optimizer.step()
@@ -548,9 +545,8 @@ if __name__ == "__main__":
         policy_optimizer.step()
 
         # update target critic
-        with torch.no_grad():
-            for p_target, p in zip(target_critic.parameters(), critic.parameters()):
-                p_target.lerp_(p, args.polyak)
+        for p_target, p in zip(target_critic.parameters(), critic.parameters()):
+            p_target.lerp_(p.detach(), args.polyak)
 
         # log, evaluate, checkpoint
         if update % args.eval_interval == 0 or update == args.total_updates:
@@ -599,8 +595,7 @@ if __name__ == "__main__":
     scores = evaluate(actor, env, args.eval_episodes if env else 0, first_seed, obs_mean, obs_std)
     if env:
         env.close()
-    with torch.no_grad():
-        log_pi = actor(obs[:10_000]).log_softmax(-1)
+    log_pi = actor(obs[:10_000]).log_softmax(-1)  # [10000, A]
     ref_min, ref_max = (dataset.storage.metadata.get(f"ref_{x}_score") for x in ("min", "max"))
     normalized = None
     if env and None not in (ref_min, ref_max) and ref_min < ref_max < math.inf:
@@ -628,6 +623,6 @@ if __name__ == "__main__":
     score = f"return {scores.mean():.1f} over {len(scores)} episodes" if env else "not evaluated"
     print(f"{method} on {dataset.id}: {score}")
     if normalized is not None:
-        scale = f"(0: {ref_min:.1f}, random play; 100: {ref_max:.1f}, reference)"
-        print(f"normalized return {normalized:.1f} {scale}")
+        ends = f"(0: {ref_min:.1f}, random play; 100: {ref_max:.1f}, reference)"
+        print(f"normalized return {normalized:.1f} {ends}")
     print(f"run folder: {folder}")

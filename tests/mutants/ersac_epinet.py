@@ -9,6 +9,6 @@ FAULTS = [
     ("gamma * (1 - terminated)[:, None] * torch", "gamma * torch", "spread beyond a termination"),
     ("a, y, c[batch], args.noise_scale", "a, y, c[: len(batch)], args.noise_scale", "directions of other transitions"),
     ("case(critic, s, pi", "case(target_critic, s, pi", "the actor's worst case from the target critic"),
-    ("p_target.lerp_(p, args.polyak)", "p.lerp_(p_target, args.polyak)", "the critic follows its target"),
+    ("p_target.lerp_(p.detach(), args.polyak)", "p.data.lerp_(p_target, args.polyak)", "the critic follows its target"),
     ("10**6 * (args.seed + 1) + 10**5", "10**6 * (args.seed + 1)", "the final episodes are those in between"),
 ]
