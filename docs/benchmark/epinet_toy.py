@@ -65,6 +65,16 @@ def spread(critic, states):
     return critic.sample(states, z).std(0)
 
 
+@torch.no_grad()
+def linear_share(critic, states):
+    """Share of the variance of q(s, a, z) over z that a linear function of z explains; 1 for linear heads."""
+    z = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
+    q = critic.sample(states, z).flatten(1)  # [2000, n A]
+    z = torch.cat([z, torch.ones(2000, 1)], 1)
+    rest = q - z @ torch.linalg.lstsq(z, q).solution
+    return (1 - rest.square().sum() / (q - q.mean(0)).square().sum()).item()
+
+
 def std_against_count(n, seed, linear=True):
     """One row: spread at the seen pair, at the same state's other action, at a state far away; and before any data."""
     seen, far = torch.tensor([[0.5, -0.5]]), torch.tensor([[-3.0, 3.0]])
@@ -73,6 +83,7 @@ def std_against_count(n, seed, linear=True):
     for when, critic in zip(("", "_before"), both):
         row[f"seen{when}"], row[f"other_action{when}"] = spread(critic, seen)[0].tolist()
         row[f"far_state{when}"] = spread(critic, far).mean().item()
+        row[f"linear_share{when}"] = linear_share(critic, seen)
     return row
 
 

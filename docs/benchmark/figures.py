@@ -227,21 +227,22 @@ def failures(args):
     """The paper's form, seed by seed: box against ellipsoid of ten critics on the same data."""
     rows = labelled(load(CSVS / "networks.csv"))
     cells = [c for c in cells_of(rows) if c[0] == "LunarLander-v3" and len(by_seed(rows, c, "Ell_0.9-N")) == 5]
-    fig, ax = plt.subplots(figsize=(7.5, 3.2))
+    fig, ax = plt.subplots(figsize=(5.4, 0.8 + 0.33 * len(cells)))
     for i, cell in enumerate(cells):
         box, ellipsoid = by_seed(rows, cell, "SAC-N"), by_seed(rows, cell, "Ell_0.9-N")
         for seed in box.keys() & ellipsoid.keys():
-            ax.plot([i - 0.15, i + 0.15], [box[seed], ellipsoid[seed]], color=GREY, lw=0.8, zorder=1)
-        for shift, scores, kind in ((-0.15, box, "box"), (0.15, ellipsoid, "ellipsoid")):
+            ax.plot([box[seed], ellipsoid[seed]], [i - 0.17, i + 0.17], color=GREY, lw=0.8, zorder=1)
+        for shift, scores, kind in ((-0.17, box, "box"), (0.17, ellipsoid, "ellipsoid")):
             colour, label = SETS[kind]
-            ax.plot([i + shift] * len(scores), list(scores.values()), "o", color=colour, ms=4, label=label)
-    names = [cell[1].replace(", ", "\n", 1) + ("\nrisk-averse" if cell[2] == 0.9 else "") for cell in cells]
-    ax.set_xticks(range(len(cells)), names, fontsize=6.5)
-    ax.axhline(100, color=GREY, lw=0.8, ls=":")
-    ax.axhline(0, color=GREY, lw=0.8, ls=":")
-    ax.set_ylabel("normalised return")
+            ax.plot(list(scores.values()), [i + shift] * len(scores), "o", color=colour, ms=4, label=label)
+    names = [cell[1] + (", risk-averse" if cell[2] == 0.9 else "") for cell in cells]
+    ax.set_yticks(range(len(cells)), names, fontsize=8)
+    ax.invert_yaxis()
+    ax.axvline(100, color=GREY, lw=0.8, ls=":")
+    ax.axvline(0, color=GREY, lw=0.8, ls=":")
+    ax.set_xlabel("normalised return")
     handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[:2], labels[:2], fontsize=8, loc="lower right")
+    fig.legend(handles[:2], labels[:2], fontsize=8, loc="outside upper center", ncols=2)
     fig.savefig(f"{args.out}/failures.png")
 
 

@@ -13,10 +13,6 @@ FAULTS = [
         "            q_star",
         "the actor's worst case from before the critics' step",
     ),
-    (
-        "p_target.lerp_(p.detach(), args.polyak)",
-        "p.data.lerp_(p_target, args.polyak)",
-        "the critics follow their targets",
-    ),
+    ("p_target.lerp_(p.detach(), args.polyak)", "p.data.lerp_(p_target, args.polyak)", "critics follow targets"),
     ("10**6 * (args.seed + 1) + 10**5", "10**6 * (args.seed + 1)", "the final episodes are those in between"),
 ]
