@@ -193,7 +193,7 @@ def labelled(rows):
     """Rows with their method's usual settings, and in the column "cell" environment, data and risk level."""
     found = []
     for row in rows:
-        short = row["env_id"] == "CartPole-v1" and row["method"] in ("SAC-N", "CH-N", "Ell_0.9-N")
+        short = row["env_id"] == "CartPole-v1" and row["method"] in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi", "Ell-Epi*")
         size = "10,000, hovering" if "hovering" in row["dataset_id"] else f"{row['dataset_size']:,}"
         if row["switch_prob"]:
             size += f", alternating, {100 - 100 * row['early_fraction']:.0f} % good"
@@ -305,9 +305,16 @@ def changed(rows, flags, methods, against=None):
     return markdown(["transitions", "τ", "method", "seed by seed", f"with `{flags}`", last], lines)
 
 
-def paper_networks(rows, paper):
-    """The paper's network table: ours, and in brackets the paper's number, whose scale is another."""
+def paper_networks(rows, paper, policies):
+    """The paper's network table: ours, and in brackets the paper's number, whose scale is another. The behaviour policy
+    is the committed one, with its random actions."""
     methods = ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi", "Ell-Epi*")
+    ends = {r["env_id"]: (r["random_return"], r["reference_return"]) for r in rows if r["reference_return"]}
+    behaviour = {}
+    for r in policies:
+        low, high = ends[r["env_id"]]
+        if r["seed"] == 1:
+            behaviour[r["env_id"], r["tau"]] = 100 * (r["noisy_return"] - low) / (high - low)
     lines = []
     for theirs in paper:
         taus = (0.1, 0.5, 0.9) if theirs["expectile_tau"] == "all" else (theirs["expectile_tau"],)
@@ -318,8 +325,30 @@ def paper_networks(rows, paper):
             seeds = sorted(set.intersection(*map(set, columns)))
             y = np.array([np.mean([scores[seed] for scores in columns]) for seed in seeds])
             line.append(f"{interval(y) or '–'} ({theirs[method]})")
+        collected = np.mean([behaviour[theirs["env_id"], tau] for tau in taus])
+        line.append(f"{collected:.0f} ({theirs['behaviour']})")
         lines.append([theirs["env_id"], f"{theirs['dataset_size']:,}", theirs["expectile_tau"], *line])
-    return markdown(["environment", "transitions", "τ", *methods], lines)
+    return markdown(["environment", "transitions", "τ", *methods, "behaviour policy"], lines)
+
+
+def paper_by_tau(rows, tabular, paper):
+    """The paper's Table 2: Ell_0.9-N by risk level, over the sizes that have all five seeds at every level (tables: all
+    sizes, ten seeds); in brackets the paper's mean."""
+    lines = []
+    for theirs in paper:
+        line = []
+        for tau in (0.1, 0.5, 0.9):
+            if theirs["env_id"] in ENVS:
+                where = {"env_id": theirs["env_id"], "expectile_tau": tau, "method": "Ell_0.9-N"}
+                y = per_seed(tabular, "normalized_return", **where)
+            else:
+                cells = [(theirs["env_id"], size, tau) for size in ("1,000", "10,000", "100,000")]
+                columns = [by_seed(rows, cell, "Ell_0.9-N") for cell in cells]
+                seeds = sorted(set.intersection(*map(set, columns)))
+                y = np.array([np.mean([scores[seed] for scores in columns]) for seed in seeds])
+            line.append(f"{interval(y) or '–'} ({theirs[f'tau{tau}']})")
+        lines.append([theirs["env_id"], *line])
+    return markdown(["environment", "τ = 0.1", "τ = 0.5", "τ = 0.9"], lines)
 
 
 # ===== Alternating data, and the main result
@@ -499,13 +528,14 @@ def tables(folder):
         "grid_longer": changed(rows, "--total-updates 40000", ["SAC-N"], "Ell_0.9-N"),
         "grid_spread": networks(curved, forms, "std_data_actions", 2),
         "grid_bound": networks(curved, forms, "q_star_minus_return", 1),
-        "grid_paper": paper_networks(rows, load(folder / "paper_gym.csv")),
+        "paper_networks": paper_networks(rows, load(folder / "paper_gym.csv"), load(folder / "gen_policies.csv")),
+        "paper_by_tau": paper_by_tau(rows, paper, load(folder / "paper_by_tau.csv")),
         "atari_methods": pixels(load(folder / "pixels.csv"), ablation=False),
         "atari_ablation": pixels(load(folder / "pixels.csv"), ablation=True),
         "atari_paper": plain(folder / "paper_atari.csv"),
         "sets_charges": plain(folder / "charges.csv"),
         "speed": plain(folder / "speed.csv"),
-        "speed_paper": runtime(load(folder / "speed.csv"), load(folder / "paper_runtime.csv")),
+        "paper_runtime": runtime(load(folder / "speed.csv"), load(folder / "paper_runtime.csv")),
     }
 
 
