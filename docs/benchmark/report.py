@@ -182,6 +182,7 @@ def calibration(learned, fixed):
 
 # ===== Networks: rows of networks.csv
 SETS = ("Ell-Epi*-own", "Box-Epi*-own", "Ell_0.9-N-own", "Box-N-own", "Ell-Epi*", "Ell_0.9-N", "CH-N", "SAC-N")
+PAPER = ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi", "Ell-Epi*")  # the columns of its table
 CLONES = ("BC", "BC-sampled", "BC-top", "BC-top10", "BC-weighted")
 D3 = ("CQL-untuned", "CQL", "BCQ", "DDQN")
 RIVALS = ("BC", "BC-top", "CQL-untuned", "CQL")
@@ -193,7 +194,7 @@ def labelled(rows):
     """Rows with their method's usual settings, and in the column "cell" environment, data and risk level."""
     found = []
     for row in rows:
-        short = row["env_id"] == "CartPole-v1" and row["method"] in ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi", "Ell-Epi*")
+        short = row["env_id"] == "CartPole-v1" and row["method"] in PAPER
         size = "10,000, hovering" if "hovering" in row["dataset_id"] else f"{row['dataset_size']:,}"
         if row["switch_prob"]:
             size += f", alternating, {100 - 100 * row['early_fraction']:.0f} % good"
@@ -308,7 +309,6 @@ def changed(rows, flags, methods, against=None):
 def paper_networks(rows, paper, policies):
     """The paper's network table: ours, and in brackets the paper's number, whose scale is another. The behaviour policy
     is the committed one, with its random actions."""
-    methods = ("SAC-N", "CH-N", "Ell_0.9-N", "Ell-Epi", "Ell-Epi*")
     ends = {r["env_id"]: (r["random_return"], r["reference_return"]) for r in rows if r["reference_return"]}
     behaviour = {}
     for r in policies:
@@ -319,7 +319,7 @@ def paper_networks(rows, paper, policies):
     for theirs in paper:
         taus = (0.1, 0.5, 0.9) if theirs["expectile_tau"] == "all" else (theirs["expectile_tau"],)
         line = []
-        for method in methods:
+        for method in PAPER:
             cells = [(theirs["env_id"], f"{theirs['dataset_size']:,}", tau) for tau in taus]
             columns = [by_seed(rows, cell, method) for cell in cells]
             seeds = sorted(set.intersection(*map(set, columns)))
@@ -328,7 +328,7 @@ def paper_networks(rows, paper, policies):
         collected = np.mean([behaviour[theirs["env_id"], tau] for tau in taus])
         line.append(f"{collected:.0f} ({theirs['behaviour']})")
         lines.append([theirs["env_id"], f"{theirs['dataset_size']:,}", theirs["expectile_tau"], *line])
-    return markdown(["environment", "transitions", "τ", *methods, "behaviour policy"], lines)
+    return markdown(["environment", "transitions", "τ", *PAPER, "behaviour policy"], lines)
 
 
 def paper_by_tau(rows, tabular, paper):
