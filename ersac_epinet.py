@@ -236,8 +236,9 @@ class EpinetCritic(nn.Module):
             self.sigma_P = mlp(*sizes, num_actions * index_dim)
         else:
             sizes = [obs_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim]
-            self.sigma_L = GeneralHead(sizes, index_dim, num_actions, 128)
-            self.sigma_P = GeneralHead(sizes, index_dim, num_actions, 50)  # sigma_L can undo it
+            width, narrow = (128, 50) if head_input == "obs" else (50, 10)  # sigma_L can undo sigma_P
+            self.sigma_L = GeneralHead(sizes, index_dim, num_actions, width)
+            self.sigma_P = GeneralHead(sizes, index_dim, num_actions, narrow)
         self.sigma_P.requires_grad_(False)
         if head_input == "obs":  # He initialisation: |sigma_P| is about the rms of x, for every d_z
             layers = [layer for layer in self.sigma_P.modules() if isinstance(layer, nn.Linear)]
