@@ -202,6 +202,8 @@ def labelled(rows):
             size += ", mixed"
         usual = row["flags"] == ("--total-updates 2000" if short else "")
         found.append(row | {"cell": (row["env_id"], size, row["expectile_tau"] or 0.5), "usual": usual})
+        if isinstance(row.get("std_other_actions"), float):  # older rows have none, and cloning has nan
+            found[-1]["spread_ratio"] = row["std_other_actions"] / row["std_data_actions"]
     return found
 
 
@@ -527,6 +529,12 @@ def tables(folder):
         "heads_spread": networks(general, heads, "std_data_actions", 2),
         "grid_longer": changed(rows, "--total-updates 40000", ["SAC-N"], "Ell_0.9-N"),
         "grid_spread": networks(curved, forms, "std_data_actions", 2),
+        "grid_ratio": networks(
+            [r for r in everything if r.get("spread_ratio", np.nan) > 0],
+            dict.fromkeys(heads + forms),
+            "spread_ratio",
+            2,
+        ),
         "grid_bound": networks(curved, forms, "q_star_minus_return", 1),
         "paper_networks": paper_networks(rows, load(folder / "paper_gym.csv"), load(folder / "gen_policies.csv")),
         "paper_by_tau": paper_by_tau(rows, paper, load(folder / "paper_by_tau.csv")),
