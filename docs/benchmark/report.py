@@ -269,30 +269,6 @@ def pairs(rows, chosen):
     return compared(["environment", "transitions", "τ", *(f"{first} − {second}" for first, second in chosen)], lines)
 
 
-def overall(rows):
-    """LunarLander, the seven cells with all methods: every seed is averaged over the cells first. The last column is
-    the most that a method's mean stays behind the best rival of a cell. A method that lacks a run is left out."""
-    cells = [("LunarLander-v3", size, tau) for tau in (0.5, 0.9) for size in ("1,000", "10,000", "100,000")]
-    cells.append(("LunarLander-v3", "100,000, mixed", 0.5))
-    scores = {}  # of a method: seeds x cells
-    for method in (*SETS, *RIVALS):
-        columns = [by_seed(rows, cell, method) for cell in cells]
-        if all(seed in y for y in columns for seed in range(100, 105)):
-            scores[method] = np.array([[y[seed] for y in columns] for seed in range(100, 105)])
-    best = np.max([scores[rival].mean(0) for rival in RIVALS if rival in scores], axis=0)  # per cell
-    lines = []
-    for method, y in scores.items():
-        line = [method.replace("*", "\\*"), interval(y.mean(1), 1)]
-        for other in ("SAC-N", "BC-top"):
-            line.append("" if method == other else gained((y - scores[other]).mean(1)))
-        behind = best - y.mean(0)
-        worst = int(behind.argmax())
-        data = cells[worst][1] + (", τ = 0.9" if cells[worst][2] == 0.9 else "")
-        lines.append([*line, f"{y.min():.0f}", f"{behind.max():.0f} ({data})" if behind.max() >= 0.5 else "0"])
-    header = ["method", "mean over seven cells", "minus SAC-N", "minus BC-top", "lowest run"]
-    return compared([*header, "most behind the best of " + ", ".join(present(rows, RIVALS))], lines, first=2)
-
-
 def changed(rows, flags, methods, against=None):
     """Methods with other settings on the same data, seed by seed; and another method, or the same with its usual
     settings, minus that, paired."""
@@ -520,7 +496,6 @@ def tables(folder):
         "main": main_table(everything),
         "risk": risk(everything),
         "grid_networks": networks(rows, (*SETS, *RIVALS)),
-        "grid_overall": overall(rows),
         "grid_sets": pairs(lander, sets),
         "grid_targets": pairs(lander, own),
         "tuning_runs": tuning_runs(load(folder / "tuning.csv")),
