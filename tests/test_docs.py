@@ -143,6 +143,16 @@ def test_alternating_and_main_tables():
     assert clones.endswith(f"| {2 * (45 + 10 + 1) / 2**10:.2g} |")  # 8 or more heads of 10, either side
 
 
+def test_runtimes_are_relative_to_the_box_and_tuning_runs_are_counted():
+    ours = [("SAC-N", 100, 100.0), ("SAC-N", 10, 10.0), ("Ell-Epi*", "", 5.0)]
+    ours = [dict(zip(("contender", "num_critics", "ms_per_update"), x)) for x in ours]
+    paper = [{"method": "SAC-N", "seconds_per_epoch": 0.4}, {"method": "Ell-Epi*", "seconds_per_epoch": 0.1}]
+    last = report.runtime(ours, paper).splitlines()[-1]
+    assert last == "| Ell-Epi\\* | 0.1 | 0.25 | 5.0 | 0.05 | 5.0 | 0.50 |"
+    runs = [row("BC", 0, 50), row("BC", 1, 60), row("BC", 0, 70, flags="--lr 1")]
+    assert report.tuning_runs(runs).splitlines()[2:] == ["| BC | 3 | 2 | 2 |"]
+
+
 def test_rows_made_again_are_compared_over_the_seeds_that_both_have(tmp_path, capsys):
     def write(name, rows):
         lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
