@@ -233,7 +233,7 @@ def gain(rows, cell, first, second):
     return {seed: x[seed] - y[seed] for seed in sorted(x.keys() & y.keys())}
 
 
-def networks(rows, methods, name="normalized_return", digits=0):
+def networks(rows, methods, name="normalized_return", digits=0, missing="not run"):
     """Mean ± interval of a column: a row for every cell, a column for every method. In brackets the number of seeds
     where it is not five."""
     methods = present(rows, methods)
@@ -241,7 +241,7 @@ def networks(rows, methods, name="normalized_return", digits=0):
     for cell in cells_of(rows):
         columns = [np.array(list(by_seed(rows, cell, m, name).values())) for m in methods]
         cells = [
-            interval(y, digits) + (f" ({len(y)})" if len(y) != 5 else "") if len(y) else "not run" for y in columns
+            interval(y, digits) + (f" ({len(y)})" if len(y) != 5 else "") if len(y) else missing for y in columns
         ]
         if any(map(len, columns)):
             lines.append([*cell, *cells])
@@ -490,6 +490,7 @@ def tables(folder):
     own += [("Ell-Epi*-own", "Ell_0.9-N-own")]
     sets = [("CH-N", "SAC-N"), ("Ell_0.9-N", "SAC-N"), ("Ell_0.9-N", "CH-N"), ("Ell-Epi*", "Ell_0.9-N")]
     forms = ("Ell-Epi*-own", "Ell_0.9-N-own", "Ell-Epi*", "Ell_0.9-N", "CH-N", "SAC-N")
+    both = [r for r in everything if r.get("spread_ratio", np.nan) > 0]
     heads = ("Ell-Epi-own", "Ell-Epi*-own", "Ell-Epi", "Ell-Epi*")
     general = [r for r in rows if r["cell"] in {x["cell"] for x in rows if x["method"] == "Ell-Epi"}]
     return made | {
@@ -504,12 +505,7 @@ def tables(folder):
         "heads_spread": networks(general, heads, "std_data_actions", 2),
         "grid_longer": changed(rows, "--total-updates 40000", ["SAC-N"], "Ell_0.9-N"),
         "grid_spread": networks(curved, forms, "std_data_actions", 2),
-        "grid_ratio": networks(
-            [r for r in everything if r.get("spread_ratio", np.nan) > 0],
-            dict.fromkeys(heads + forms),
-            "spread_ratio",
-            2,
-        ),
+        "grid_ratio": networks(both, dict.fromkeys(heads + forms), "spread_ratio", 2, ""),
         "grid_bound": networks(curved, forms, "q_star_minus_return", 1),
         "paper_networks": paper_networks(rows, load(folder / "paper_gym.csv"), load(folder / "gen_policies.csv")),
         "paper_by_tau": paper_by_tau(rows, paper, load(folder / "paper_by_tau.csv")),
