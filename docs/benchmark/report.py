@@ -240,9 +240,7 @@ def networks(rows, methods, name="normalized_return", digits=0, missing="not run
     lines = []
     for cell in cells_of(rows):
         columns = [np.array(list(by_seed(rows, cell, m, name).values())) for m in methods]
-        cells = [
-            interval(y, digits) + (f" ({len(y)})" if len(y) != 5 else "") if len(y) else missing for y in columns
-        ]
+        cells = [interval(y, digits) + (f" ({len(y)})" if len(y) != 5 else "") if len(y) else missing for y in columns]
         if any(map(len, columns)):
             lines.append([*cell, *cells])
     return markdown(["environment", "transitions", "τ", *methods], lines)
