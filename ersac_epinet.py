@@ -236,7 +236,7 @@ class EpinetCritic(nn.Module):
             self.sigma_P = mlp(*sizes, num_actions * index_dim)
         else:
             sizes = [obs_dim, 2 * hidden_dim] if head_input == "obs" else [hidden_dim]
-            width, narrow = (128, 50) if head_input == "obs" else (50, 10)  # sigma_L can undo sigma_P
+            width, narrow = (128, 50) if head_input == "obs" else (50, 10)  # so that sigma_L can undo sigma_P
             self.sigma_L = GeneralHead(sizes, index_dim, num_actions, width)
             self.sigma_P = GeneralHead(sizes, index_dim, num_actions, narrow)
         self.sigma_P.requires_grad_(False)
