@@ -68,8 +68,8 @@ class Args:
     """film some episodes of the final evaluation"""
     eval_interval: int = 2000
     """updates between two rows of metrics.csv, each with an evaluation and a checkpoint"""
-    eval_episodes: int = 100
-    """episodes of the final evaluation; a fiftieth of them in between"""
+    eval_episodes: int = 20
+    """episodes of the final evaluation; a quarter of them in between"""
     eval_epsilon: float = 0.0
     """probability of a random action in evaluation, for games that no-ops do not change (Pong)"""
 
@@ -615,7 +615,7 @@ if __name__ == "__main__":
             row["charts/updates_per_second"] = (update - last_update) / (time.time() - last_time)
             if not math.isfinite(row["losses/critic_loss"] + row["losses/actor_loss"]):
                 sys.exit(f"update {update}: the loss is not finite; try a smaller --q-lr.")
-            episodes = math.ceil(args.eval_episodes / 50) if env else 0
+            episodes = math.ceil(args.eval_episodes / 4) if env else 0
             scores = play(act, env, episodes, 10**6 * (args.seed + 1), args.eval_epsilon)
             row["eval/return"] = scores.mean().item() if env else math.nan
             rows.append(row)
