@@ -44,6 +44,8 @@ LEARNING |= {"SAC-N": (GREEN, "box of ten critics (SAC-N)"), "Ell_0.9-N": (ORANG
 PROFILE = LEARNING | {"Ell-Epi*": (BLUE, "Epinet, the paper's form"), "BC": (GREY, "cloning")}
 PROFILE |= {"BC-top": ("black", "better half cloned"), "CQL-untuned": (PURPLE, "CQL, untuned")}
 TARGETS = {"own": (BLUE, "own targets"), "shared": (ORANGE, "shared targets, the paper's form")}
+PIXELS = {"Ell-Epi*-pixels": BLUE, "SAC-N-pixels": GREEN, "CQL-pixels": PURPLE}
+CLONES_OF_IMAGES = {"BC-pixels": "clone", "BC-sampled-pixels": "sampling clone"}
 plt.rcParams.update({"figure.dpi": 160, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.constrained_layout.use": True})
 
@@ -197,29 +199,27 @@ def learning(args):
 
 
 def atari(args):
-    """Greedy return while learning from recorded images: every seed, a panel per method, and the clone's mean."""
-    runs = [r for r in load(CSVS / "pixels.csv") if r["seed"] >= 100]
-    curves = load(CSVS / "pixels_curves.csv")
-    game = runs[0]["dataset_id"]  # the first game of the sweep is the one with all seeds
-    runs = [r for r in runs if r["dataset_id"] == game and not r["flags"]]
+    """Pong in which two controllers take turns: greedy return while learning, every seed, and where the clones end."""
+    runs = [r for r in load(CSVS / "pixels.csv") if "pong/alternating" in r["dataset_id"]]
+    runs = [r for r in runs if r["seed"] >= 100 and not r["flags"]]
+    curves = [r for r in load(CSVS / "pixels_curves.csv") if "pong/alternating" in r["dataset_id"] and not r["flags"]]
     methods = [m for m in dict.fromkeys(r["method"] for r in runs) if not m.startswith("BC")]
-    clone = np.mean([r["eval_return_mean"] for r in runs if r["method"] == "BC-pixels"])
-    fig, axes = plt.subplots(1, len(methods), figsize=(2.6 * len(methods), 2.8), sharey=True, squeeze=False)
-    for ax, method in zip(axes[0], methods):
-        seeds = sorted({r["seed"] for r in runs if r["method"] == method})
-        for seed, colour in zip(seeds, (BLUE, ORANGE, GREEN)):
-            mine = [r for r in curves if (r["method"], r["seed"], r["dataset_id"]) == (method, seed, game)]
-            x = [r["update"] for r in mine if not r["flags"]]
-            y = [r["eval/return"] for r in mine if not r["flags"]]
-            ax.plot(x, y, "o-", ms=2.5, lw=1.1, color=colour, label=f"seed {seed}")
-            (last,) = [r["eval_return_mean"] for r in runs if r["method"] == method and r["seed"] == seed]
-            ax.plot([x[-1] * 1.07], [last], "D", ms=5, color=colour)
-        for level, name in ((clone, "clone"), (runs[0]["random_return"], "random play")):
+    clones = {m: np.mean([r["eval_return_mean"] for r in runs if r["method"] == m]) for m in CLONES_OF_IMAGES}
+    fig, axes = plt.subplots(2, -(-len(methods) // 2), figsize=(7.5, 4.4), sharex=True, sharey=True)
+    for ax, method in zip(axes.flat, methods):
+        colour = PIXELS.get(method, GREY)
+        for seed in sorted({r["seed"] for r in runs if r["method"] == method}):
+            mine = [r for r in curves if (r["method"], r["seed"]) == (method, seed)]
+            (last,) = [r["eval_return_mean"] for r in runs if (r["method"], r["seed"]) == (method, seed)]
+            ax.plot([r["update"] for r in mine], [r["eval/return"] for r in mine], color=colour, lw=0.9, alpha=0.7)
+            ax.plot([1.07 * mine[-1]["update"]], [last], "D", ms=3.5, color=colour, alpha=0.7)
+        for name, level in clones.items():
             ax.axhline(level, color=GREY, lw=0.8, ls=":")
-            ax.annotate(name, (0, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)
-        ax.set(xlabel="updates after cloning", title=method.removesuffix("-pixels"))
-    axes[0, 0].set_ylabel("return")
-    axes[0, 0].legend(fontsize=7)
+            ax.annotate(CLONES_OF_IMAGES[name], (0.02, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)
+        ax.set_title(method.removesuffix("-pixels"), fontsize=8.5)
+        ax.tick_params(labelsize=7)
+    fig.supxlabel("update after cloning", fontsize=8.5)
+    fig.supylabel("return", fontsize=8.5)
     fig.savefig(f"{args.out}/atari.png")
 
 

@@ -441,27 +441,28 @@ def tuning_runs(rows):
 
 
 # ===== Images
-def pixels(rows, ablation):
-    """Runs on images: last policies seed by seed, and minus the clone of the same seed. Or those on tuning seeds, the
-    default and one change at a time."""
-    rows = [r | {"game": r["dataset_id"].split("/")[1].capitalize()} for r in rows if (r["seed"] < 100) == ablation]
+def pixels(rows, kind, tuning=False):
+    """Runs on images of alternating or mixed data: last policies seed by seed, and minus the greedy and the sampling
+    clone of the same seed. On tuning seeds: each change of the settings, and the critic's error."""
+    rows = [r for r in rows if f"/{kind}-" in r["dataset_id"] and (r["seed"] < 100) == tuning]
+    rows = [r | {"game": r["dataset_id"].split("/")[1].capitalize()} for r in rows]
     lines = []
-    for key in dict.fromkeys((r["game"], r["method"], r["flags"]) for r in rows):
-        runs = sorted((r for r in rows if (r["game"], r["method"], r["flags"]) == key), key=lambda r: r["seed"])
-        clone = {r["seed"]: r["eval_return_mean"] for r in rows if (r["game"], r["method"]) == (key[0], "BC-pixels")}
-        returns = np.array([r["eval_return_mean"] for r in runs])
-        ahead = np.array([r["eval_return_mean"] - clone[r["seed"]] for r in runs if r["seed"] in clone])
-        line = [key[0], key[1].removesuffix("-pixels").replace("*", "\\*")]
-        line += [f"`{key[2]}`" if key[2] else ""] if ablation else []
-        line += [", ".join(f"{x:.1f}" for x in returns), interval(returns, 1)]
-        line.append(interval(ahead, 1) if key[1] != "BC-pixels" else "")
-        if ablation:
+    for game, method, flags in dict.fromkeys((r["game"], r["method"], r["flags"]) for r in rows):
+        runs = [r for r in rows if (r["game"], r["method"], r["flags"]) == (game, method, flags)]
+        returns = {r["seed"]: r["eval_return_mean"] for r in sorted(runs, key=lambda r: r["seed"])}
+        line = [game, method.removesuffix("-pixels").replace("*", "\\*")]
+        line += [f"`{flags}`" if flags else ""] if tuning else []
+        line += [", ".join(f"{x:.1f}" for x in returns.values())]
+        if tuning:
             lines.append([*line, ", ".join(f"{r['q_star_minus_return']:.2f}" for r in runs if r["best_return"] != "")])
             continue
-        line.append(", ".join(f"{r['best_return']:.0f}" for r in runs if r["best_return"] != ""))
+        line.append(interval(np.array([*returns.values()]), 1))
+        for clone in ("BC-pixels", "BC-sampled-pixels"):
+            other = {r["seed"]: r["eval_return_mean"] for r in rows if (r["game"], r["method"]) == (game, clone)}
+            line.append(gained(returns[s] - other[s] for s in returns if s in other) if method != clone else "")
         lines.append([*line, f"{np.mean([r['seconds'] for r in runs]) / 60:.0f}"])
-    header = ["game", "method", *(["changed"] if ablation else []), "seed by seed", "mean", "minus the clone, paired"]
-    header += ["q* minus return"] if ablation else ["best during training", "minutes"]
+    header = ["game", "method", *(["changed"] if tuning else []), "seed by seed"]
+    header += ["q* minus return"] if tuning else ["mean", "minus the clone", "minus the sampling clone", "minutes"]
     return markdown(header, lines)
 
 
@@ -482,6 +483,7 @@ def tables(folder):
     everything = labelled(load(folder / "networks.csv"))
     made |= alternating(everything)
     rows = [r for r in everything if not r["switch_prob"]]
+    images = load(folder / "pixels.csv")
     lander = [r for r in rows if r["env_id"] == "LunarLander-v3" and r["cell"][2] != 0.1]
     curved = [r for r in lander if r["q_star_minus_return"] != ""]
     own = [("Box-N-own", "SAC-N"), ("Ell_0.9-N-own", "Ell_0.9-N"), ("Ell-Epi*-own", "Ell-Epi*")]
@@ -507,8 +509,10 @@ def tables(folder):
         "grid_bound": networks(curved, forms, "q_star_minus_return", 1),
         "paper_networks": paper_networks(rows, load(folder / "paper_gym.csv"), load(folder / "gen_policies.csv")),
         "paper_by_tau": paper_by_tau(rows, paper, load(folder / "paper_by_tau.csv")),
-        "atari_methods": pixels(load(folder / "pixels.csv"), ablation=False),
-        "atari_ablation": pixels(load(folder / "pixels.csv"), ablation=True),
+        "atari_methods": pixels(images, "alternating"),
+        "atari_tuning": pixels(images, "alternating", tuning=True),
+        "atari_mixed": pixels(images, "mixed"),
+        "atari_mixed_tuning": pixels(images, "mixed", tuning=True),
         "atari_paper": plain(folder / "paper_atari.csv"),
         "sets_charges": plain(folder / "charges.csv"),
         "speed": plain(folder / "speed.csv"),
