@@ -143,6 +143,23 @@ def test_alternating_and_main_tables():
     assert clones.endswith(f"| {2 * (45 + 10 + 1) / 2**10:.2g} |")  # 8 or more heads of 10, either side
 
 
+def test_runs_on_images_are_compared_with_both_clones_of_the_same_seed():
+    """A row of other data, of a tuning seed or with other flags does not count."""
+    scores = {"BC-pixels": (-20.0, -21.0), "BC-sampled-pixels": (-19.0, -19.5), "Ell-Epi*-pixels": (-10.0, -14.0)}
+    rows = [(m, "alternating", 100 + i, x, "") for m, values in scores.items() for i, x in enumerate(values)]
+    rows += [("CQL-pixels", "mixed", 100, 5.0, ""), ("Ell-Epi*-pixels", "alternating", 0, 7.0, "--n-step 1")]
+    names = ("method", "dataset_id", "seed", "eval_return_mean", "flags")
+    rows = [dict(zip(names, r)) | {"seconds": 90, "best_return": 1, "q_star_minus_return": 0.5} for r in rows]
+    rows = [r | {"dataset_id": f"ersac/pong/{r['dataset_id']}-s{r['seed']}-v0"} for r in rows]
+    greedy, sampled, ours = report.pixels(rows, "alternating").splitlines()[2:]
+    assert greedy.endswith(f"|  | {report.gained([-1.0, -1.5])} | 2 |") and sampled.startswith("| Pong | BC-sampled |")
+    mean = report.interval(np.array([-10.0, -14.0]), 1)
+    gains = f"{report.gained([10.0, 7.0])} | {report.gained([9.0, 5.5])}"
+    assert ours == f"| Pong | Ell-Epi\\* | -10.0, -14.0 | {mean} | {gains} | 2 |"
+    tuned = report.pixels(rows, "alternating", tuning=True).splitlines()[2:]
+    assert tuned == ["| Pong | Ell-Epi\\* | `--n-step 1` | 7.0 | 0.50 |"]
+
+
 def test_runtimes_are_relative_to_the_box_and_tuning_runs_are_counted():
     ours = [("SAC-N", 100, 100.0), ("SAC-N", 10, 10.0), ("Ell-Epi*", "", 5.0)]
     ours = [dict(zip(("contender", "num_critics", "ms_per_update"), x)) for x in ours]

@@ -215,7 +215,8 @@ def atari(args):
             ax.plot([1.07 * mine[-1]["update"]], [last], "D", ms=3.5, color=colour, alpha=0.7)
         for name, level in clones.items():
             ax.axhline(level, color=GREY, lw=0.8, ls=":")
-            ax.annotate(CLONES_OF_IMAGES[name], (0.02, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)
+            corner = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": 7}
+            ax.annotate(CLONES_OF_IMAGES[name], (0.02, level), **corner)
         ax.set_title(method.removesuffix("-pixels"), fontsize=8.5)
         ax.tick_params(labelsize=7)
     fig.supxlabel("update after cloning", fontsize=8.5)
