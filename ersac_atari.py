@@ -7,8 +7,8 @@ from the paper's one worst-case target. By default the actor starts as a clone o
 near them, and targets span ten steps, which is ours; the paper's form is --clone-updates 0
 --critic-warmup 0 --bc-coef 0 --n-step 1. Pong without a download:
 
-    python docs/benchmark/record_atari.py
-    python ersac_atari.py --dataset-id ersac/pong/scripted-v0 --eval-epsilon 0.01
+    python docs/benchmark/record_atari.py --switch-prob 0.02 --random-share 0.1
+    python ersac_atari.py --dataset-id ersac/pong/alternating-v0 --eval-epsilon 0.01
 """
 
 import copy
