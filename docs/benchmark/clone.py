@@ -1,7 +1,7 @@
 """Behaviour cloning on the same data with the same network and evaluation: the bar that offline RL has to clear.
 
     python docs/benchmark/clone.py --env-id LunarLander-v3 --seed 100
-    python docs/benchmark/clone.py --dataset-id ersac/pong/scripted-v0 --batch-size 32 --lr 3e-4 --eval-episodes 20
+    python docs/benchmark/clone.py --dataset-id ersac/pong/alternating-v0 --batch-size 32 --lr 3e-4 --eval-episodes 20
 
 Maximum likelihood of the data's actions; the greedy policy of the last update is evaluated, as in the other scripts.
 --sample-actions draws the actions instead. --top 0.5 clones only the better half of the episodes, by their return;
