@@ -45,7 +45,6 @@ PROFILE = LEARNING | {"Ell-Epi*": (BLUE, "Epinet, the paper's form"), "BC": (GRE
 PROFILE |= {"BC-top": ("black", "better half cloned"), "CQL-untuned": (PURPLE, "CQL, untuned")}
 TARGETS = {"own": (BLUE, "own targets"), "shared": (ORANGE, "shared targets, the paper's form")}
 PIXELS = {"Ell-Epi*-pixels": BLUE, "SAC-N-pixels": GREEN, "CQL-pixels": PURPLE}
-CLONES_OF_IMAGES = {"BC-pixels": "clone", "BC-sampled-pixels": "sampling clone"}
 plt.rcParams.update({"figure.dpi": 160, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"legend.frameon": False, "svg.hashsalt": "ersac", "figure.constrained_layout.use": True})
 
@@ -204,7 +203,11 @@ def atari(args):
     runs = [r for r in runs if r["seed"] >= 100 and not r["flags"]]
     curves = [r for r in load(CSVS / "pixels_curves.csv") if "pong/alternating" in r["dataset_id"] and not r["flags"]]
     methods = [m for m in dict.fromkeys(r["method"] for r in runs) if not m.startswith("BC")]
-    clones = {m: np.mean([r["eval_return_mean"] for r in runs if r["method"] == m]) for m in CLONES_OF_IMAGES}
+    ends = {
+        m: np.mean([r["eval_return_mean"] for r in runs if r["method"] == f"{m}-pixels"]) for m in ("BC", "BC-sampled")
+    }
+    levels = [("clone", ends["BC"], "top"), ("sampling clone", ends["BC-sampled"], "bottom")]
+    levels.append(("the good controller", np.mean([r["reference_return"] for r in runs]), "bottom"))
     fig, axes = plt.subplots(2, -(-len(methods) // 2), figsize=(7.5, 4.4), sharex=True, sharey=True)
     for ax, method in zip(axes.flat, methods):
         colour = PIXELS.get(method, GREY)
@@ -213,12 +216,14 @@ def atari(args):
             (last,) = [r["eval_return_mean"] for r in runs if (r["method"], r["seed"]) == (method, seed)]
             ax.plot([r["update"] for r in mine], [r["eval/return"] for r in mine], color=colour, lw=0.9, alpha=0.7)
             ax.plot([1.07 * mine[-1]["update"]], [last], "D", ms=3.5, color=colour, alpha=0.7)
-        for name, level in clones.items():
+        for name, level, side in levels:
             ax.axhline(level, color=GREY, lw=0.8, ls=":")
-            corner = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": 7}
-            ax.annotate(CLONES_OF_IMAGES[name], (0.02, level), **corner)
+            corner = {"xycoords": ("axes fraction", "data"), "va": side, "ha": "right", "fontsize": 7}
+            ax.annotate(name, (0.99, level), **corner)
         ax.set_title(method.removesuffix("-pixels"), fontsize=8.5)
         ax.tick_params(labelsize=7)
+    for ax in axes.flat[len(methods) :]:
+        ax.set_visible(False)
     fig.supxlabel("update after cloning", fontsize=8.5)
     fig.supylabel("return", fontsize=8.5)
     fig.savefig(f"{args.out}/atari.png")
