@@ -208,7 +208,7 @@ def atari(args):
     }
     levels = [("clone", ends["BC"], "top"), ("sampling clone", ends["BC-sampled"], "bottom")]
     levels.append(("the good controller", np.mean([r["reference_return"] for r in runs]), "bottom"))
-    fig, axes = plt.subplots(2, -(-len(methods) // 2), figsize=(7.5, 4.4), sharex=True, sharey=True)
+    fig, axes = plt.subplots(2, -(-len(methods) // 2), figsize=(5.4, 4.4), sharex=True, sharey=True)
     for ax, method in zip(axes.flat, methods):
         colour = PIXELS.get(method, GREY)
         for seed in sorted({r["seed"] for r in runs if r["method"] == method}):
@@ -218,14 +218,15 @@ def atari(args):
             ax.plot([1.07 * mine[-1]["update"]], [last], "D", ms=3.5, color=colour, alpha=0.7)
         for name, level, side in levels:
             ax.axhline(level, color=GREY, lw=0.8, ls=":")
-            corner = {"xycoords": ("axes fraction", "data"), "va": side, "ha": "right", "fontsize": 7}
-            ax.annotate(name, (0.99, level), **corner)
-        ax.set_title(method.removesuffix("-pixels"), fontsize=8.5)
-        ax.tick_params(labelsize=7)
+            if ax is axes.flat[0]:
+                corner = {"xycoords": ("axes fraction", "data"), "va": side, "ha": "right", "fontsize": 8}
+                ax.annotate(name, (0.99, level), **corner)
+        ax.set_title(method.removesuffix("-pixels"), fontsize=9)
+        ax.set_xticks([0, 3000, 6000])
     for ax in axes.flat[len(methods) :]:
         ax.set_visible(False)
-    fig.supxlabel("update after cloning", fontsize=8.5)
-    fig.supylabel("return", fontsize=8.5)
+    fig.supxlabel("update after cloning", fontsize=9)
+    fig.supylabel("return", fontsize=9)
     fig.savefig(f"{args.out}/atari.png")
 
 
