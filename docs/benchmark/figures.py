@@ -208,7 +208,7 @@ def atari(args):
     }
     levels = [("clone", ends["BC"], "top"), ("sampling clone", ends["BC-sampled"], "bottom")]
     levels.append(("the good controller", np.mean([r["reference_return"] for r in runs]), "bottom"))
-    fig, axes = plt.subplots(2, -(-len(methods) // 2), figsize=(5.4, 4.4), sharex=True, sharey=True)
+    fig, axes = plt.subplots(2, -(-len(methods) // 2), figsize=(5.4, 4.4), sharey=True)
     for ax, method in zip(axes.flat, methods):
         colour = PIXELS.get(method, GREY)
         for seed in sorted({r["seed"] for r in runs if r["method"] == method}):
